@@ -1,0 +1,57 @@
+# Everything runs in $(VENV), which the first target sets up: Python 3.11 or newer, make and g++ are all it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+NATIVE := $(shell find ffi -type f) CMakeLists.txt
+CPP_JOBS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: pretrain test pytest cpp-test sanitize lint format bench clean
+
+pretrain: $(READY)
+	$(BIN)/python -m models.pretrain --compare $(ARGS)
+
+test: cpp-test sanitize pytest
+
+pytest: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+cpp-test: $(READY)
+	$(call cpp,build/cpp,)
+
+# The C++ tests under both sanitizers, and a short Python suite in a process with AddressSanitizer.
+sanitize: $(READY)
+	$(call cpp,build/asan,-DJMO_SANITIZE=address)
+	$(call cpp,build/tsan,-DJMO_SANITIZE=thread)
+	tests/run_under_asan.sh $(BIN)/python build/asan-python
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(shell find ffi -name '*.cc' -o -name '*.h' -o -name '*.inl')
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell find ffi -name '*.cc' -o -name '*.h' -o -name '*.inl')
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.kernel
+	$(BIN)/python -m benchmarks.step --params 50e6 --host-memory 170MB --steps 12
+
+$(READY): pyproject.toml $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf build dist $(VENV) runs
+
+define cpp
+	PATH=$(abspath $(BIN)):$$PATH cmake -S . -B $(1) -G Ninja -DJMO_PYTHON=OFF -DJMO_TESTS=ON $(2) > /dev/null
+	PATH=$(abspath $(BIN)):$$PATH cmake --build $(1) -j $(CPP_JOBS)
+	PATH=$(abspath $(BIN)):$$PATH ctest --test-dir $(1) --output-on-failure
+endef

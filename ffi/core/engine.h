@@ -1,0 +1,151 @@
+// The native half of a store: what XLA's handlers hand over, what the driver does with it, and how the ends meet.
+//
+//   handler --submit--> [events] --wait--> driver --read/write/update/hand_back--> I/O and kernel threads --> [events]
+//                                            \--complete/fail--> completion thread of the device --> XLA's promise
+//
+// What always holds: a request lives from submit until complete or fail, exactly one of which ends it. Promises are
+// completed on a thread of the device's own, never on the driver's: XLA resumes the program there and may block in a
+// collective. Nothing here decides an order; that is the scheduler's.
+// Thread contract: submit from any thread; everything else from the driver thread, but for the set-up calls, which may
+// come at any time before what they set up is used (they take the same lock).
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "ffi/core/io.h"
+#include "ffi/core/kernel_pool.h"
+#include "ffi/core/slots.h"
+#include "ffi/core/status.h"
+#include "ffi/core/update.h"
+#include "ffi/core/worker.h"
+
+namespace jmo {
+
+struct LeafSpec {
+  int64_t elements = 0;  // of one device's shard
+  bool decay = false;
+};
+
+// A subgroup: elements [begin, begin + count) of the bucket's concatenated leaves, and where its record keeps what.
+struct SubgroupSpec {
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+struct BucketSpec {
+  RuleSpec rule;
+  bool reads_params = false;
+  int hyper_count = 0;  // the operand holds one more: a flag that skips the step
+  std::vector<LeafSpec> leaves;
+  std::vector<SubgroupSpec> subgroups;
+  // Byte offsets of the sections in a record; the sections of all subgroups start at the same places.
+  int64_t mu_offset = 0, nu_offset = 0, master_offset = 0, cells_offset = 0;
+  int64_t record_bytes = 0;
+};
+
+struct LeafBuffers {
+  const void* grad = nullptr;
+  DType grad_type = DType::kF32;
+  const void* param = nullptr;
+  void* out = nullptr;
+};
+
+struct Request {
+  int64_t instance = 0;
+  int64_t bucket = 0;
+  int64_t device = 0;
+  int64_t run_id = 0;
+  uint32_t ticket = 0;
+  const float* hyper = nullptr;
+  std::vector<LeafBuffers> leaves;
+  uint32_t* ticket_out = nullptr;
+  std::function<void(const Status&)> finish;  // completes the promise; runs on the device's completion thread
+};
+
+enum class EventKind : int { kArrived = 0, kRead, kWritten, kUpdated, kHandedBack, kWoken };
+
+struct Event {
+  EventKind kind = EventKind::kWoken;
+  uint64_t token = 0;  // request id for kArrived and kHandedBack, else the driver's token
+  int64_t instance = 0, bucket = 0, device = 0, run_id = 0;
+  uint32_t ticket = 0;
+  bool skip = false;
+  Status status;
+  uint32_t crc = 0;
+  size_t size = 0;
+  double start_s = 0, end_s = 0;
+  std::vector<int64_t> adopted_leaves;  // kUpdated: leaf indices whose params had been replaced
+};
+
+class Engine {
+ public:
+  explicit Engine(int kernel_threads);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // More slots, numbered on from those there are. Allocates and touches memory: for set-up, never in a step.
+  Status add_slots(size_t count, size_t slot_size);
+  char* slot(size_t index) const;  // null where there is none
+  size_t slot_count() const;
+  int add_tier(const TierOptions& options);
+  bool direct_in_use(int tier) const { return tiers_.at(tier)->direct_in_use(); }
+  void add_device(int64_t ordinal);
+  Status add_bucket(int64_t instance, int64_t bucket, BucketSpec spec);
+
+  // Checks the request against its bucket (operand counts are the handler's to check) and queues it.
+  Status submit(Request request);
+  // The bucket's description, or null where there is none.
+  std::shared_ptr<const BucketSpec> bucket(int64_t instance, int64_t bucket) const;
+
+  // At most `most` events; waits up to `timeout_s` for the first.
+  std::vector<Event> wait(double timeout_s, size_t most);
+  void wake();
+  void read(int tier, IoJob job) { tiers_.at(tier)->read(std::move(job)); }
+  void write(int tier, IoJob job) { tiers_.at(tier)->write(std::move(job)); }
+  // Updates one subgroup of a request; `memory` is its record (null where record_bytes is 0).
+  Status update(uint64_t request, int64_t subgroup, char* memory, bool fresh, uint64_t token);
+  // Puts the old params (16-bit params) or zero updates (f32) into the request's outputs, on a kernel thread.
+  Status hand_back(uint64_t request);
+  Status complete(uint64_t request, uint32_t ticket);
+  Status fail(uint64_t request, const std::string& message);
+  void fail_all(const std::string& message);
+  size_t open_requests() const;
+  void close();
+
+ private:
+  void push(Event event);
+  Request* find(uint64_t request);
+  void end(uint64_t request, Status status);
+  UpdateJob make_job(const Request& request, const BucketSpec& spec, const SubgroupSpec& subgroup, char* memory,
+                     std::vector<int64_t>* leaf_of_segment) const;
+
+  mutable std::mutex mutex_;
+  std::condition_variable ready_;
+  std::deque<Event> events_;
+  std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
+  uint64_t next_request_ = 1;
+  std::map<std::pair<int64_t, int64_t>, std::shared_ptr<const BucketSpec>> buckets_;
+  std::map<int64_t, std::unique_ptr<Worker>> devices_;
+  std::vector<std::unique_ptr<Slots>> arenas_;
+  std::vector<std::unique_ptr<TierIo>> tiers_;
+  std::unique_ptr<KernelPool> kernels_;
+  bool closed_ = false;
+};
+
+// Engines by the number that programs carry as an attribute. Thread contract: any thread.
+void register_engine(int64_t id, std::shared_ptr<Engine> engine);
+void unregister_engine(int64_t id);
+std::shared_ptr<Engine> find_engine(int64_t id);
+
+}  // namespace jmo

@@ -1,0 +1,214 @@
+// The fused update, compiled once for each instruction set: run_<isa>.cc names it in JMO_ISA and includes
+// this file.
+//
+// 1. A run is cut into cells and a cell into blocks, whose widened operands and results fit the first-level
+// cache.
+// 2. A 16-bit cell is first compared with its hash: on a mismatch its params came from outside and its
+// masters are
+//    the params themselves.
+// 3. A block: widen gradients, moments (f32 ones are used where they lie) and masters; apply the rule; narrow
+// the
+//    moments; form what goes out and what is kept of the masters; hash the params that will be stored.
+//
+// What always holds: no weak symbol leaves these files, or the linker might keep the copy of a shared inline
+// function that was compiled for a newer processor. So everything here has internal linkage, and no function
+// template or inline function of the standard library or of other headers is called (intrinsics are always
+// inlined). Thread contract: as update_run.
+#include <cstdint>
+
+#include "ffi/core/update.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define JMO_INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define JMO_LOOP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define JMO_LOOP _Pragma("GCC ivdep")
+#endif
+
+namespace jmo::kernels::JMO_ISA {
+namespace {
+
+#include "ffi/core/kernels/convert.inl"
+#include "ffi/core/kernels/rules.inl"
+
+constexpr int kBlock = 512;
+static_assert(kCellElements % kBlock == 0 && kBlock % 2 == 0, "blocks tile a cell and hold whole pairs");
+
+alignas(64) const float kZeros[kBlock] = {};
+
+struct alignas(64) Scratch {
+  float grad[kBlock], mu[kBlock], nu[kBlock], master[kBlock], update[kBlock];
+  float before[kBlock], after[kBlock], kept[kBlock];  // f16 only
+  uint16_t next[kBlock], stored[kBlock], hashed[kBlock];
+};
+
+inline int64_t bytes_of(DType type) { return type == DType::kF32 ? 4 : 2; }
+
+inline const char* at(const void* base, DType type, int64_t index) {
+  return static_cast<const char*>(base) + index * bytes_of(type);
+}
+inline char* at(void* base, DType type, int64_t index) {
+  return static_cast<char*>(base) + index * bytes_of(type);
+}
+
+inline f32u* as_f32(char* p) { return reinterpret_cast<f32u*>(p); }
+inline u16u* as_u16(char* p) { return reinterpret_cast<u16u*>(p); }
+inline const f32u* as_f32(const char* p) { return reinterpret_cast<const f32u*>(p); }
+inline const u16u* as_u16(const char* p) { return reinterpret_cast<const u16u*>(p); }
+
+// The operand as floats: where it lies, or widened into `buffer`.
+const f32u* widened(const char* from, DType type, float* buffer, int n) {
+  if (type == DType::kF32) return as_f32(from);
+  type == DType::kBF16 ? widen_bf16(as_u16(from), buffer, n) : widen_f16(as_u16(from), buffer, n);
+  return buffer;
+}
+
+void narrow(const float* from, DType type, u16u* to, int n) {
+  type == DType::kBF16 ? narrow_bf16(from, to, n) : narrow_f16(from, to, n);
+}
+
+uint32_t hash_block(const u16u* params, DType type, int64_t in_cell, uint16_t* buffer, int n) {
+  canonical_params(params, buffer, type == DType::kBF16 ? 0x7F80 : 0x7C00, n);
+  if (n % 2 != 0)
+    buffer[n] = 0;  // only the last block of a segment is odd, and kBlock is even: there is room
+  return hash_pairs(reinterpret_cast<const u32u*>(buffer), static_cast<uint32_t>(in_cell / 2), (n + 1) / 2);
+}
+
+// Whether one loop does it all (rules.inl: adam_bf16).
+bool is_fused(const RuleSpec& spec, DType grad) {
+  return spec.rule == Rule::kAdam && spec.param == DType::kBF16 && spec.mu == DType::kF32 &&
+         spec.nu == DType::kF32 && grad != DType::kF16;
+}
+
+struct Runner {
+  const RuleSpec& spec;
+  const float* hyper;
+  const Segment& segment;
+  const bool fresh;
+  const bool fused;
+  Scratch& scratch;
+
+  bool cell_is_ours(int64_t begin, int n) {
+    uint32_t hash = 0;
+    for (int done = 0; done < n; done += kBlock) {
+      const int part = n - done < kBlock ? n - done : kBlock;
+      hash += hash_block(as_u16(at(segment.param, spec.param, begin + done)), spec.param, done,
+                         scratch.hashed, part);
+    }
+    return hash == segment.cells[begin / kCellElements];
+  }
+
+  // Masters of a block; without `trust` they are the params themselves.
+  const f32u* masters(int64_t begin, bool trust, int n) {
+    const char* param = at(segment.param, spec.param, begin);
+    if (trust && spec.param == DType::kBF16) {
+      join_masters(as_u16(param), as_u16(at(segment.master, DType::kBF16, begin)), scratch.master, n);
+      return scratch.master;
+    }
+    if (trust && spec.param == DType::kF16) return as_f32(at(segment.master, DType::kF32, begin));
+    return widened(param, spec.param, scratch.master, n);
+  }
+
+  void apply(int64_t begin, const f32u* master, int n) {
+    Operands in{};
+    in.grad = widened(at(segment.grad, segment.grad_type, begin), segment.grad_type, scratch.grad, n);
+    in.master = master;
+    in.update = scratch.update;
+    char* mu = nullptr;
+    char* nu = nullptr;
+    if (spec.has_mu) {
+      mu = at(segment.mu, spec.mu, begin);
+      in.mu = fresh ? kZeros : widened(mu, spec.mu, scratch.mu, n);
+      in.mu_out = spec.mu == DType::kF32 ? as_f32(mu) : scratch.mu;
+    }
+    if (spec.rule == Rule::kAdam) {
+      nu = at(segment.nu, spec.nu, begin);
+      in.nu = fresh ? kZeros : widened(nu, spec.nu, scratch.nu, n);
+      in.nu_out = spec.nu == DType::kF32 ? as_f32(nu) : scratch.nu;
+    }
+    apply_rule(spec, segment.decay, hyper, in, n);
+    if (mu != nullptr && spec.mu != DType::kF32) narrow(scratch.mu, spec.mu, as_u16(mu), n);
+    if (nu != nullptr && spec.nu != DType::kF32) narrow(scratch.nu, spec.nu, as_u16(nu), n);
+  }
+
+  void block_fused(int64_t begin, int n) {
+    Bf16Operands in{};
+    in.grad = at(segment.grad, segment.grad_type, begin);
+    in.param = as_u16(at(segment.param, DType::kBF16, begin));
+    in.mu = as_f32(at(segment.mu, DType::kF32, begin));
+    in.nu = as_f32(at(segment.nu, DType::kF32, begin));
+    in.remainder = as_u16(at(segment.master, DType::kBF16, begin));
+    in.master = scratch.master;
+    in.update = scratch.update;
+    in.next = scratch.next;
+    in.stored = scratch.stored;
+    apply_adam_bf16(spec, segment.grad_type, segment.decay, hyper, in, n);
+  }
+
+  void finish_bf16_block(int64_t begin, const f32u* master, int n) {
+    finish_bf16(as_u16(at(segment.param, DType::kBF16, begin)), master, scratch.update, scratch.next,
+                scratch.stored, as_u16(at(segment.master, DType::kBF16, begin)), n);
+  }
+
+  void finish_f16_block(int64_t begin, const f32u* master, int n) {
+    add(master, scratch.update, scratch.master, n);
+    narrow_f16(scratch.master, scratch.next, n);
+    widen_f16(as_u16(at(segment.param, DType::kF16, begin)), scratch.before, n);
+    widen_f16(scratch.next, scratch.after, n);
+    apply_f16(scratch.before, scratch.after, scratch.kept, n);
+    narrow_f16(scratch.kept, scratch.stored, n);
+    widen_f16(scratch.stored, scratch.kept, n);
+    keep_f16(scratch.master, scratch.kept, scratch.next, scratch.stored,
+             as_f32(at(segment.master, DType::kF32, begin)), n);
+  }
+
+  // Returns the share of this block in its cell's hash.
+  uint32_t block(int64_t begin, bool trust, int n) {
+    char* out = at(segment.out, spec.param, begin);
+    if (spec.param == DType::kF32) {
+      apply(begin, segment.decay ? as_f32(at(segment.param, DType::kF32, begin)) : nullptr, n);
+      stream_out(out, reinterpret_cast<const char*>(scratch.update), static_cast<size_t>(n) * 4);
+      return 0;
+    }
+    if (trust && fused) {
+      block_fused(begin, n);
+    } else {
+      const f32u* master = masters(begin, trust, n);
+      apply(begin, master, n);
+      spec.param == DType::kBF16 ? finish_bf16_block(begin, master, n) : finish_f16_block(begin, master, n);
+    }
+    stream_out(out, reinterpret_cast<const char*>(scratch.next), static_cast<size_t>(n) * 2);
+    return hash_block(scratch.stored, spec.param, begin % kCellElements, scratch.hashed, n);
+  }
+
+  // Returns whether the params of the cell were replaced from outside.
+  bool cell(int64_t begin, int n) {
+    const bool guarded = spec.param != DType::kF32;
+    const bool adopted = guarded && !fresh && !cell_is_ours(begin, n);
+    uint32_t hash = 0;
+    for (int done = 0; done < n; done += kBlock) {
+      hash += block(begin + done, !fresh && !adopted, n - done < kBlock ? n - done : kBlock);
+    }
+    if (guarded) segment.cells[begin / kCellElements] = hash;
+    return adopted;
+  }
+};
+
+int64_t run(const RuleSpec& spec, const float* hyper, const Segment& segment, int64_t begin, int64_t end,
+            bool fresh) {
+  Scratch scratch;  // left uninitialised: each block fills what it reads
+  Runner runner{spec, hyper, segment, fresh, is_fused(spec, segment.grad_type), scratch};
+  int64_t adopted = 0;
+  for (; begin < end; begin += kCellElements) {
+    const int64_t rest = end - begin;
+    adopted += runner.cell(begin, static_cast<int>(rest < kCellElements ? rest : kCellElements));
+  }
+  stream_fence();
+  return adopted;
+}
+
+}  // namespace
+}  // namespace jmo::kernels::JMO_ISA

@@ -1,0 +1,221 @@
+// Python's view of ffi/core and ffi/xla: thin, no logic of its own. Only jax_mlp_offload/native.py imports it.
+// Every call that can wait or copy much releases the GIL.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "ffi/core/crc32c.h"
+#include "ffi/core/engine.h"
+#include "ffi/core/fault.h"
+#include "ffi/xla/handlers.h"
+
+namespace nb = nanobind;
+
+namespace jmo {
+namespace {
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Leaf = std::pair<int64_t, bool>;
+using Range = std::pair<int64_t, int64_t>;
+
+void raise_if(const Status& status) {
+  if (status.ok()) return;
+  if (status.code() == Code::kInvalid) throw std::invalid_argument(status.message());
+  throw std::runtime_error(status.message());
+}
+
+// (kind, token, instance, bucket, device, run_id, ticket, skip)          kArrived
+// (kind, token, error, errno, crc, size, start_s, end_s)                 kRead, kWritten
+// (kind, token, start_s, end_s, adopted leaves)                          kUpdated
+// (kind, token)                                                          kHandedBack, kWoken
+nb::tuple event_tuple(const Event& event) {
+  const int kind = static_cast<int>(event.kind);
+  switch (event.kind) {
+    case EventKind::kArrived:
+      return nb::make_tuple(kind, event.token, event.instance, event.bucket, event.device, event.run_id, event.ticket,
+                            event.skip);
+    case EventKind::kRead:
+    case EventKind::kWritten:
+      return nb::make_tuple(kind, event.token, event.status.message(), event.status.error_number(), event.crc,
+                            event.size, event.start_s, event.end_s);
+    case EventKind::kUpdated:
+      return nb::make_tuple(kind, event.token, event.start_s, event.end_s, event.adopted_leaves);
+    default:
+      return nb::make_tuple(kind, event.token);
+  }
+}
+
+nb::list wait(Engine& engine, double timeout_s, size_t most) {
+  std::vector<Event> events;
+  {
+    nb::gil_scoped_release release;
+    events = engine.wait(timeout_s, most);
+  }
+  nb::list result;
+  for (const Event& event : events) result.append(event_tuple(event));
+  return result;
+}
+
+char* slot_memory(Engine& engine, size_t slot) {
+  char* memory = engine.slot(slot);
+  if (!memory) throw std::invalid_argument("no slot " + std::to_string(slot));
+  return memory;
+}
+
+IoJob make_job(Engine& engine, const std::string& path, size_t slot, size_t size, uint64_t token) {
+  IoJob job;
+  job.path = path;
+  job.memory = slot_memory(engine, slot);
+  job.size = size;
+  job.token = token;
+  return job;
+}
+
+void add_bucket(Engine& engine, int64_t instance, int64_t bucket, nb::dict spec) {
+  BucketSpec result;
+  result.rule.rule = static_cast<Rule>(nb::cast<int>(spec["rule"]));
+  result.rule.param = static_cast<DType>(nb::cast<int>(spec["param"]));
+  result.rule.mu = static_cast<DType>(nb::cast<int>(spec["mu"]));
+  result.rule.nu = static_cast<DType>(nb::cast<int>(spec["nu"]));
+  result.rule.has_mu = nb::cast<bool>(spec["has_mu"]);
+  result.rule.nesterov = nb::cast<bool>(spec["nesterov"]);
+  result.reads_params = nb::cast<bool>(spec["reads_params"]);
+  result.hyper_count = nb::cast<int>(spec["hyper_count"]);
+  for (const Leaf& leaf : nb::cast<std::vector<Leaf>>(spec["leaves"])) result.leaves.push_back({leaf.first, leaf.second});
+  for (const Range& range : nb::cast<std::vector<Range>>(spec["subgroups"]))
+    result.subgroups.push_back({range.first, range.second});
+  result.mu_offset = nb::cast<int64_t>(spec["mu_offset"]);
+  result.nu_offset = nb::cast<int64_t>(spec["nu_offset"]);
+  result.master_offset = nb::cast<int64_t>(spec["master_offset"]);
+  result.cells_offset = nb::cast<int64_t>(spec["cells_offset"]);
+  result.record_bytes = nb::cast<int64_t>(spec["record_bytes"]);
+  raise_if(engine.add_bucket(instance, bucket, std::move(result)));
+}
+
+void bind_engine(nb::module_& m) {
+  nb::class_<Engine>(m, "Engine")
+      .def(nb::init<int>(), nb::arg("kernel_threads"))
+      .def(
+          "add_slots",
+          [](Engine& engine, size_t count, size_t size) { raise_if(engine.add_slots(count, size)); }, nb::arg("count"),
+          nb::arg("slot_size"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "add_tier",
+          [](Engine& engine, bool direct, double read_limit_bps, double write_limit_bps, int threads,
+             size_t block_size) {
+            return engine.add_tier({direct, read_limit_bps, write_limit_bps, threads, block_size});
+          },
+          nb::arg("direct"), nb::arg("read_limit_bps"), nb::arg("write_limit_bps"), nb::arg("threads"),
+          nb::arg("block_size"))
+      .def("slot_count", &Engine::slot_count)
+      .def("direct_in_use", &Engine::direct_in_use)
+      .def("add_device", &Engine::add_device)
+      .def("add_bucket", &add_bucket)
+      .def("wait", &wait, nb::arg("timeout_s"), nb::arg("most"))
+      .def("wake", &Engine::wake)
+      .def("read",
+           [](Engine& engine, int tier, const std::string& path, size_t slot, size_t size, uint32_t crc,
+              uint64_t token) {
+             IoJob job = make_job(engine, path, slot, size, token);
+             job.expected_crc = crc;
+             engine.read(tier, std::move(job));
+           })
+      .def("write",
+           [](Engine& engine, int tier, const std::string& path, size_t slot, size_t size, uint64_t token) {
+             engine.write(tier, make_job(engine, path, slot, size, token));
+           })
+      .def("update",
+           [](Engine& engine, uint64_t request, int64_t subgroup, size_t slot, bool fresh, uint64_t token) {
+             raise_if(engine.update(request, subgroup, slot_memory(engine, slot), fresh, token));
+           })
+      .def("hand_back", [](Engine& engine, uint64_t request) { raise_if(engine.hand_back(request)); })
+      .def("complete",
+           [](Engine& engine, uint64_t request, uint32_t ticket) { raise_if(engine.complete(request, ticket)); })
+      .def("fail",
+           [](Engine& engine, uint64_t request, const std::string& message) { raise_if(engine.fail(request, message)); })
+      .def("fail_all", &Engine::fail_all)
+      .def("open_requests", &Engine::open_requests)
+      .def("copy_slot",
+           [](Engine& engine, size_t slot, Bytes target) {
+             const char* memory = slot_memory(engine, slot);
+             nb::gil_scoped_release release;
+             std::memcpy(target.data(), memory, target.size());
+           })
+      .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+  m.def("register_engine", &register_engine);
+  m.def("unregister_engine", &unregister_engine);
+}
+
+void bind_tools(nb::module_& m) {
+  m.def("crc32c", [](Bytes data, uint32_t seed) { return crc32c(data.data(), data.size(), seed); }, nb::arg("data"),
+        nb::arg("seed") = 0);
+  m.def(
+      "read_file",
+      [](const std::string& path, Bytes target, uint32_t crc, bool direct) {
+        IoJob job;
+        job.path = path;
+        job.memory = reinterpret_cast<char*>(target.data());
+        job.size = target.size();
+        job.expected_crc = crc;
+        IoResult result;
+        {
+          nb::gil_scoped_release release;
+          result = read_now(job, direct);
+        }
+        raise_if(result.status);
+      },
+      nb::arg("path"), nb::arg("target"), nb::arg("crc"), nb::arg("direct"));
+  m.def(
+      "measure_stream",
+      [](size_t bytes, int threads, int repeats) {
+        const StreamResult result = measure_stream(bytes, threads, repeats);
+        return nb::make_tuple(result.triad_bps, result.copy_bps, result.update_bps);
+      },
+      nb::arg("bytes"), nb::arg("threads"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("isa_in_use", &isa_in_use);
+  m.def("force_isa", &force_isa);
+  m.def("now_s", &now_s);
+  m.def(
+      "inject_fault",
+      [](const std::string& path_prefix, bool is_write, int64_t after_count, int64_t fail_count, int error_number,
+         double min_delay_s, double max_delay_s, uint64_t seed) {
+        FaultSpec spec;
+        spec.path_prefix = path_prefix;
+        spec.is_write = is_write;
+        spec.after_count = after_count;
+        spec.fail_count = fail_count;
+        spec.error_number = error_number;
+        spec.min_delay_s = min_delay_s;
+        spec.max_delay_s = max_delay_s;
+        spec.seed = seed;
+        inject_fault(spec);
+      },
+      nb::arg("path_prefix"), nb::arg("is_write"), nb::arg("after_count") = 0, nb::arg("fail_count") = -1,
+      nb::arg("error_number") = 0,
+      nb::arg("min_delay_s") = 0.0, nb::arg("max_delay_s") = 0.0, nb::arg("seed") = 0);
+  m.def("clear_faults", &clear_faults);
+}
+
+NB_MODULE(_native, m) {
+  m.attr("FFI_API_VERSION") = nb::make_tuple(kFfiApiMajor, kFfiApiMinor);
+  m.attr("CELL_ELEMENTS") = kCellElements;
+  m.attr("ADAM_HYPER_COUNT") = static_cast<int>(kAdamHyperCount);
+  m.attr("SGD_HYPER_COUNT") = static_cast<int>(kSgdHyperCount);
+  m.def("registrations", [] {
+    nb::dict targets;
+    targets["jmo_update"] = nb::capsule(reinterpret_cast<void*>(jmo_update_cpu));
+    return targets;
+  });
+  bind_engine(m);
+  bind_tools(m);
+}
+
+}  // namespace
+}  // namespace jmo

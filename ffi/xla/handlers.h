@@ -1,0 +1,13 @@
+// The op `jmo_update` for XLA's CPU backend. Thread contract: XLA calls it from its own threads, several at once.
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jmo {
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(jmo_update_cpu);
+// The FFI API version that this library was compiled against.
+constexpr int kFfiApiMajor = XLA_FFI_API_MAJOR;
+constexpr int kFfiApiMinor = XLA_FFI_API_MINOR;
+
+}  // namespace jmo

@@ -1,0 +1,46 @@
+"""Optimizer state of JAX training on host memory, NVMe and remote storage.
+
+``jmo.Store`` owns memory and tiers; ``jmo.adamw`` and its like are optax optimizers that keep their state there.
+"""
+
+from jax_mlp_offload.apply import apply_updates
+from jax_mlp_offload.errors import (
+    ClosedError,
+    CorruptRecordError,
+    DeadlineError,
+    ForeignParamsError,
+    ForeignParamsWarning,
+    OffloadError,
+    SkippedStepWarning,
+    StaleTicketError,
+    TierError,
+    TierWarning,
+)
+from jax_mlp_offload.optimizers import adam, adamw, sgd
+from jax_mlp_offload.read import read_masters, read_state
+from jax_mlp_offload.state import OffloadState
+from jax_mlp_offload.store import Store
+from jax_mlp_offload.tiers import File
+
+__all__ = [
+    "ClosedError",
+    "CorruptRecordError",
+    "DeadlineError",
+    "File",
+    "ForeignParamsError",
+    "ForeignParamsWarning",
+    "OffloadError",
+    "OffloadState",
+    "SkippedStepWarning",
+    "StaleTicketError",
+    "Store",
+    "TierError",
+    "TierWarning",
+    "adam",
+    "adamw",
+    "apply_updates",
+    "read_masters",
+    "read_state",
+    "sgd",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,211 @@
+"""The slots of one device: which records they hold, which records wait for one, and which is given up.
+
+What always holds: a slot is free, or belongs to exactly one record. A record that rests in a slot (dirty, wanted by
+nobody) is in exactly one of three groups: *over* for this step, still *due* in it, or of an *idle* optimizer that has
+not stepped for a while. Idle records go first. Then the *most* recently updated of those that are over: in a step every
+record is used once, so the one just updated is the one whose next use is furthest away (Belady's optimum for a cyclic
+order; least-recently-used would evict each record just before its use). Records that are due go only where nothing else
+can make progress.
+
+The other orders are there for comparison. They take records strictly in the order of the model, a window at a time, and
+evict the least recently used one, due or not: ``SEQUENTIAL`` is ZeRO-Infinity's, ``ALTERNATING`` turns round at each
+step, as MLP-Offload does (arXiv 2509.02480, section 3.4).
+
+Every call costs the same however many records there are, except ``begin_turn``: once a step, in proportion to the slots.
+Pure; used by the scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from jax_mlp_offload.types import Life, Operation, Order, Record
+
+IDLE_STEPS = 4
+"""An optimizer is idle once another one of the same device has begun this many steps since it last did."""
+
+
+class DeviceCache:
+    """Slots and records of one device.
+
+    Args:
+      ordinal: the device.
+      order: how records are taken and evicted.
+      window: most records that wait for a slot at once, in the orders that are not resident-first.
+    """
+
+    def __init__(self, ordinal: int, order: Order = Order.RESIDENT_FIRST, window: int = 4) -> None:
+        self.ordinal = ordinal
+        self.order = order
+        self.slots: set[int] = set()
+        self.free: list[int] = []
+        self.records = 0  # all records that live on this device
+        self.reading = 0
+        self.writing = 0
+        self.updating = 0
+        self.waiting = 0  # records that need a slot
+        self.waiting_bytes: dict[int, int] = {}  # bytes that wait to be read, by tier
+        self.stalled_since_s: float | None = None
+        self.forced = False  # the program hands over one bucket at a time
+        self._window = window
+        self._asked: list[tuple[tuple[int, int, int], int, Record, Operation]] = []  # heap
+        self._arrivals = itertools.count()
+        self._misses: dict[int | None, OrderedDict[int, Record]] = {}  # by the tier they are on; None: nothing stored
+        # records that rest in a slot, by index, in the order of their updates
+        self._over: OrderedDict[int, Record] = OrderedDict()
+        self._due: OrderedDict[int, Record] = OrderedDict()
+        self._idle: OrderedDict[int, Record] = OrderedDict()
+        self._begun: dict[int, deque[int]] = {}  # serials of each optimizer's last steps here
+        self._backwards = False
+        self._open_ops = 0
+        self._phase_ops = 0
+        self._most_open_ops = 0
+
+    def add_slots(self, slots: range) -> None:
+        """More slots for this device."""
+        self.slots.update(slots)
+        self.free.extend(reversed(slots))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way that could free a slot."""
+        return self.reading == 0 and self.writing == 0 and self.updating == 0
+
+    # -- steps and operations
+
+    def begin_turn(self, instance: int, serial: int) -> None:
+        """The first operation of a new step of an optimizer came: its records are due again."""
+        begun = self._begun.setdefault(instance, deque(maxlen=IDLE_STEPS))
+        if begun and begun[-1] >= serial:
+            return
+        begun.append(serial)
+        self._backwards = self.order is Order.ALTERNATING and not self._backwards
+        self._learn()
+        horizon = begun[0] if len(begun) == IDLE_STEPS else 0
+        resting = [*self._idle.values(), *self._due.values(), *self._over.values()]
+        over, self._due, self._idle = self._over, OrderedDict(), OrderedDict()
+        self._over = OrderedDict()
+        for record in resting:
+            if record.instance != instance and self._begun[record.instance][-1] < horizon:
+                self._idle[record.index] = record
+            elif record.instance != instance and record.index in over:
+                self._over[record.index] = record
+            else:
+                self._due[record.index] = record
+
+    def op_arrived(self) -> None:
+        """An operation of this device came."""
+        self._phase_ops += 1
+        self._open_ops += 1
+        self._most_open_ops = max(self._most_open_ops, self._open_ops)
+
+    def op_ended(self) -> None:
+        """An operation of this device ended."""
+        self._open_ops -= 1
+
+    def _learn(self) -> None:
+        """Learns from the step that ended whether operations come one by one; the new one's first has come."""
+        if self._phase_ops > 2:
+            self.forced = self._most_open_ops == 1
+        self._phase_ops = 1
+        self._most_open_ops = self._open_ops
+
+    # -- records that operations ask for
+
+    def ask(self, record: Record, operation: Operation) -> None:
+        """Queues a record that an operation wants updated."""
+        key = (0, 0, 0)
+        if self.order is not Order.RESIDENT_FIRST:
+            sign = -1 if self._backwards else 1
+            key = (operation.serial, sign * record.bucket, sign * record.subgroup)
+        heapq.heappush(self._asked, (key, next(self._arrivals), record, operation))
+
+    def next_asked(self) -> tuple[Record, Operation] | None:
+        """The record to start with next; resident-first starts with all, hits and misses."""
+        if not self._asked or (self.order is not Order.RESIDENT_FIRST and self.waiting >= self._window):
+            return None
+        _, _, record, operation = heapq.heappop(self._asked)
+        return record, operation
+
+    def withdraw(self, operation: Operation) -> None:
+        """The operation no longer asks for anything."""
+        if any(entry[3] is operation for entry in self._asked):
+            self._asked = [entry for entry in self._asked if entry[3] is not operation]
+            heapq.heapify(self._asked)
+
+    # -- records that wait for a slot
+
+    def wait(self, record: Record) -> None:
+        """Queues a record that needs a slot."""
+        self._misses.setdefault(record.tier, OrderedDict())[record.index] = record
+        self._count(record, 1)
+
+    def drop(self, record: Record) -> bool:
+        """Takes a record out of the queue again; false if it was not there."""
+        if self._misses.get(record.tier, OrderedDict()).pop(record.index, None) is None:
+            return False
+        self._count(record, -1)
+        return True
+
+    def next_absent(self) -> Record | None:
+        """The next waiting record of which nothing is stored."""
+        return self._next(None) if self._misses.get(None) else None
+
+    def next_from(self, tier: int) -> Record:
+        """The next waiting record that is on this tier."""
+        return self._next(tier)
+
+    def waiting_records(self) -> Iterator[Record]:
+        """All records that wait for a slot."""
+        return itertools.chain.from_iterable(queue.values() for queue in self._misses.values())
+
+    def _next(self, tier: int | None) -> Record:
+        _, record = self._misses[tier].popitem(last=False)
+        self._count(record, -1)
+        return record
+
+    def _count(self, record: Record, sign: int) -> None:
+        self.waiting += sign
+        if record.tier is not None:
+            left = self.waiting_bytes.get(record.tier, 0) + sign * record.size_bytes
+            if left:
+                self.waiting_bytes[record.tier] = left
+            else:
+                del self.waiting_bytes[record.tier]
+
+    # -- records that hold a slot
+
+    def release(self, record: Record) -> None:
+        """The record gives its slot back."""
+        assert record.slot is not None and record.slot in self.slots, record
+        self.free.append(record.slot)
+        record.slot = None
+
+    def rest(self, record: Record) -> None:
+        """The record is dirty in a slot and wanted by nobody: it may be a victim."""
+        assert record.life is Life.DIRTY and record.wanted_by is None, record
+        over = record.asked >= self._begun[record.instance][-1]
+        (self._over if over else self._due)[record.index] = record
+
+    def wake(self, record: Record) -> None:
+        """The record rests no longer."""
+        for group in (self._over, self._due, self._idle):
+            if group.pop(record.index, None) is not None:
+                return
+
+    def victim(self, due_too: bool) -> Record | None:
+        """The record to write out next; None if there is none that may go.
+
+        Args:
+          due_too: whether records that this step still needs may go as well.
+        """
+        if self._idle:
+            return next(iter(self._idle.values()))
+        if self.order is not Order.RESIDENT_FIRST:
+            return next(itertools.chain(self._due.values(), self._over.values()), None)
+        if self._over:
+            return next(reversed(self._over.values()))
+        return next(reversed(self._due.values())) if due_too and self._due else None

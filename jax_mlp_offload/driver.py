@@ -1,0 +1,231 @@
+"""The thread between the native engine and the scheduler.
+
+1. Waits for native events (arrivals from XLA, ends of transfers and of kernels) and takes them in batches.
+2. Tells the scheduler, with the time; takes its actions; performs each through the native engine.
+3. Between batches runs what other threads asked for (``call``), at once or when nothing is in flight.
+
+What always holds: the scheduler, the folders and the records are touched by this thread only. No JAX call is made here
+(one that ran a program would deadlock with two devices). If this thread meets an error of its own, every open and
+every later operation ends with it, and ``call`` raises it: nothing hangs.
+Thread contract: ``call`` and ``stop`` from any thread but this one.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax_mlp_offload import errors, native
+from jax_mlp_offload.scheduler import Scheduler
+from jax_mlp_offload.tiers import Folder
+from jax_mlp_offload.types import Complete, Fail, HandBack, Life, Read, Record, Update, Warn, Write
+
+_log = logging.getLogger("jax_mlp_offload")
+_BATCH = 256
+_LONGEST_WAIT_S = 5.0
+
+
+class Driver:
+    """Runs the scheduler against the native engine. See the module's text."""
+
+    def __init__(
+        self,
+        engine: Any,
+        scheduler: Scheduler,
+        folders: Sequence[Folder],
+        array_name: Callable[[Record], str],
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._folders = folders
+        self._array_name = array_name
+        self._calls: collections.deque[tuple[Callable[[], Any], bool, concurrent.futures.Future[Any]]] = (
+            collections.deque()
+        )
+        self._lock = threading.Lock()
+        self._stopping = False
+        self.broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="jmo-driver", daemon=True)
+        self._thread.start()
+
+    # -- for other threads
+
+    def call(self, function: Callable[[], Any], timeout_s: float, when_quiescent: bool = False) -> Any:
+        """Runs ``function`` on the driver thread and returns what it returns.
+
+        Args:
+          function: what to run; it may touch scheduler, records and folders, and must not call JAX.
+          timeout_s: how long to wait for it.
+          when_quiescent: wait until no operation is open and nothing is in flight.
+
+        Raises:
+          errors.DeadlineError: if it could not run in time.
+          errors.ClosedError: if the driver has stopped.
+        """
+        assert threading.current_thread() is not self._thread
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            if self._stopping:
+                raise errors.ClosedError("the store is closed")
+            self._calls.append((function, when_quiescent, future))
+        self._engine.wake()
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            what = "updates and transfers to end" if when_quiescent else "the driver"
+            raise errors.DeadlineError(f"waited {timeout_s:g} s for {what}; still open: {self._state()}") from None
+
+    def stop(self) -> None:
+        """Ends the thread. Calls that have not run end with ClosedError. Idempotent."""
+        with self._lock:
+            self._stopping = True
+        self._engine.wake()
+        self._thread.join()
+        while self._calls:
+            self._calls.popleft()[2].set_exception(errors.ClosedError("the store is closed"))
+
+    def _state(self) -> str:
+        busy = [r for r in self._scheduler.records if r.life in (Life.READING, Life.WRITING, Life.UPDATING)]
+        shown = ", ".join(f"{r.life.value} {self._scheduler.describe(r)}" for r in busy[:3])
+        return f"{self._engine.open_requests()} operations, {len(busy)} records" + (f" ({shown})" if shown else "")
+
+    # -- the thread
+
+    def _main(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except BaseException as error:
+                _log.exception("the driver of jax_mlp_offload failed")
+                self._break_down(error)
+                return
+
+    def _turn(self) -> None:
+        now_s = native.now_s()
+        next_s = self._scheduler.next_tick_s()
+        timeout_s = _LONGEST_WAIT_S if next_s is None else max(0.0, min(next_s - now_s, _LONGEST_WAIT_S))
+        events = self._engine.wait(timeout_s, _BATCH)
+        now_s = native.now_s()
+        for event in events:
+            self._tell(event, now_s)
+        next_s = self._scheduler.next_tick_s()
+        if next_s is not None and next_s <= now_s:
+            self._scheduler.tick(now_s)
+        self._perform()
+        if self._calls:
+            self._run_calls()
+
+    def _tell(self, event: tuple[Any, ...], now_s: float) -> None:
+        scheduler = self._scheduler
+        match native.KINDS[event[0]]:
+            case "arrived":
+                scheduler.arrived(*event[1:], now_s=now_s)
+            case "updated":
+                scheduler.update_done(scheduler.records[event[1]], event[4], now_s)
+            case "read":
+                self._read_done(scheduler.records[event[1]], event[2], event[3], now_s)
+            case "written":
+                self._write_done(scheduler.records[event[1]], event[2], event[3], event[4], now_s)
+            case "handed_back":
+                scheduler.handed_back(event[1], now_s)
+
+    def _read_done(self, record: Record, message: str, error_number: int, now_s: float) -> None:
+        tier = record.tier
+        assert tier is not None
+        if not message:
+            self._folders[tier].moved_on(self._array_name(record), record.subgroup, record.size_bytes)
+        self._scheduler.read_done(record, self._error(record, message, error_number), now_s)
+
+    def _write_done(self, record: Record, message: str, error_number: int, crc: int, now_s: float) -> None:
+        tier = record.tier
+        assert tier is not None
+        self._scheduler.write_done(record, crc, self._error(record, message, error_number), now_s)
+        if record.life is not Life.STORED:
+            self._folders[tier].moved_on(self._array_name(record), record.subgroup, record.size_bytes)
+
+    def _error(self, record: Record, message: str, error_number: int) -> errors.OffloadError | None:
+        if not message:
+            return None
+        kind = errors.TierError if error_number else errors.CorruptRecordError
+        assert record.tier is not None
+        name = self._folders[record.tier].tier.name
+        return kind(f"tier {name!r}: {message}; {self._scheduler.describe(record)}")
+
+    def _perform(self) -> None:
+        while actions := self._scheduler.take_actions():
+            for action in actions:
+                match action:
+                    case Update(record, request, fresh):
+                        self._engine.update(request, record.subgroup, record.slot, fresh, record.index)
+                    case Read(record):
+                        self._read(record)
+                    case Write(record):
+                        self._write(record)
+                    case Complete(request, ticket):
+                        self._engine.complete(request, ticket)
+                    case HandBack(request):
+                        self._engine.hand_back(request)
+                    case Fail(request, message):
+                        self._engine.fail(request, f"jax_mlp_offload: {message}")
+                    case Warn(category, message):
+                        _warn(category, message)
+
+    def _read(self, record: Record) -> None:
+        assert record.tier is not None
+        path = self._folders[record.tier].path_to_read(self._array_name(record), record.subgroup)
+        self._engine.read(record.tier, path, record.slot, record.size_bytes, record.crc, record.index)
+
+    def _write(self, record: Record) -> None:
+        assert record.tier is not None
+        name = self._array_name(record)
+        for tier, folder in enumerate(self._folders):
+            if tier != record.tier:
+                folder.moved_on(name, record.subgroup, record.size_bytes)
+        try:
+            path = self._folders[record.tier].path_to_write(name, record.subgroup, record.size_bytes)
+        except OSError as error:
+            self._write_done(record, str(error), error.errno or 1, 0, native.now_s())
+            return
+        self._engine.write(record.tier, path, record.slot, record.size_bytes, record.index)
+
+    def _run_calls(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, collections.deque()
+        for function, when_quiescent, future in calls:
+            if when_quiescent and not self._scheduler.quiescent:
+                with self._lock:
+                    self._calls.append((function, when_quiescent, future))
+            elif future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+        self._perform()
+
+    def _break_down(self, error: BaseException) -> None:
+        """Goes on only to end what comes, with the error."""
+        self.broken = error
+        message = f"jax_mlp_offload: internal error of the driver: {error!r}; please report it with the log"
+        self._engine.fail_all(message)
+        while not self._stopping:
+            self._engine.wait(_LONGEST_WAIT_S, _BATCH)
+            self._engine.fail_all(message)
+            with self._lock:
+                calls, self._calls = self._calls, collections.deque()
+            for _, _, future in calls:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(errors.OffloadError(message))
+
+
+def _warn(category: type[Warning], message: str) -> None:
+    _log.warning(message)
+    try:
+        warnings.warn(message, category, stacklevel=2)
+    except Warning:
+        pass  # the user turned warnings into errors; this thread has nobody to raise to, and the log has it

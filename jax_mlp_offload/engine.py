@@ -1,0 +1,291 @@
+"""One store's machinery: native engine, scheduler, driver, tier folders, and the optimizers that were registered.
+
+Registering an optimizer plans its records, allocates slots (touched once, never in a step) and tells native engine and
+scheduler. Thread contract: any thread; registration is serialised by a lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_mlp_offload import errors, native, sizing
+from jax_mlp_offload.driver import Driver
+from jax_mlp_offload.instances import ForeignParams, Instance
+from jax_mlp_offload.placement import TierSpec
+from jax_mlp_offload.plan import Layout, LeafSpec, Plan, make_plan
+from jax_mlp_offload.scheduler import Scheduler
+from jax_mlp_offload.tiers import File, Folder
+from jax_mlp_offload.types import Life, Order, Record
+
+_numbers = itertools.count()
+_IO_THREADS = 2
+_IO_BLOCK_BYTES = 4 * 2**20
+_CALL_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RuleBinding:
+    """What the native kernel must know of a rule, for params of one dtype."""
+
+    rule: str
+    mu_dtype: str
+    nu_dtype: str
+    has_mu: bool
+    nesterov: bool
+    hyper_count: int
+
+
+class Engine:
+    """See the module's text.
+
+    Args:
+      tiers: where records may go.
+      host_bytes: memory for slots, or None.
+      subgroup_elements: or None to choose.
+      order: of eviction.
+      kernel_threads: threads of the fused update; None: one a core.
+      deadline_s: how long storage may take for one record.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[File],
+        host_bytes: int | None,
+        subgroup_elements: int | None,
+        order: Order,
+        kernel_threads: int | None,
+        deadline_s: float,
+    ) -> None:
+        self.number = next(_numbers)
+        self.deadline_s = deadline_s
+        self._host_bytes = host_bytes
+        self._subgroup_elements = subgroup_elements
+        self._lock = threading.Lock()
+        self._slot_bytes: int | None = None
+        self._slots = 0
+        self._directories: dict[int, str] = {}
+        self.plans: dict[int, Plan] = {}
+        self.folders: list[Folder] = []
+        try:
+            for tier in tiers:
+                self.folders.append(Folder(tier))
+        except BaseException:
+            self._remove_folders()
+            raise
+        threads = kernel_threads or len(os.sched_getaffinity(0))
+        self._native = native.Engine(threads)
+        for tier in tiers:
+            read_bps, write_bps = tier.number("read_limit") or 0, tier.number("write_limit") or 0
+            self._native.add_tier(True, read_bps, write_bps, _IO_THREADS, _IO_BLOCK_BYTES)
+        self.scheduler = Scheduler([_spec(tier) for tier in tiers], order, deadline_s)
+        self.driver = Driver(self._native, self.scheduler, self.folders, self._array_name)
+        native.register_engine(self.number, self._native)
+        self.closed = False
+
+    # -- optimizers
+
+    def add_instance(
+        self,
+        name: str,
+        leaves: Sequence[LeafSpec],
+        layouts: dict[str, Layout],
+        bindings: dict[str, RuleBinding],
+        reads_params: dict[str, bool],
+        devices: Sequence[int],
+        foreign: ForeignParams,
+    ) -> tuple[int, Plan]:
+        """Registers an optimizer and returns its number and plan.
+
+        Args:
+          name: for messages and folders.
+          leaves: one device's shards, in tree order.
+          layouts: by param dtype.
+          bindings: by param dtype.
+          reads_params: by param dtype, whether the op gets the params.
+          devices: ordinals.
+          foreign: see ``foreign_params``.
+
+        Raises:
+          ValueError: if host memory is too small, or a record cannot fit the store's slots.
+        """
+        with self._lock:
+            number = len(self.plans)
+            plan, slots = self._size(leaves, layouts, len(devices))
+            directory = f"{number}-{re.sub('[^A-Za-z0-9_.-]+', '_', name)[:64]}"
+            self._directories[number] = directory
+            first = self._native.slot_count()
+            if slots:
+                assert self._slot_bytes is not None
+                self._native.add_slots(slots * len(devices), self._slot_bytes)
+            for index, bucket in enumerate(plan.buckets):
+                dtype = leaves[bucket.leaves[0]].dtype
+                self._native.add_bucket(
+                    number, index, _bucket_spec(plan, index, bindings[dtype], dtype, reads_params[dtype])
+                )
+                for device in devices:
+                    for folder in self.folders:
+                        folder.add_array(f"{directory}/b{index}.d{device}", len(bucket.subgroups), bucket.record_bytes)
+
+            def tell_scheduler() -> None:
+                for i, device in enumerate(devices):
+                    self.scheduler.add_slots(device, range(first + i * slots, first + (i + 1) * slots))
+                self.scheduler.add_instance(
+                    number,
+                    name,
+                    devices,
+                    [[bucket.record_bytes] * len(bucket.subgroups) for bucket in plan.buckets],
+                    plan.paths,
+                    lambda bucket, leaf: plan.leaves[plan.buckets[bucket].leaves[leaf]].path,
+                    foreign,
+                )
+
+            for device in devices:
+                self._native.add_device(device)
+            self.driver.call(tell_scheduler, _CALL_TIMEOUT_S)
+            self.plans[number] = plan
+            return number, plan
+
+    def _size(self, leaves: Sequence[LeafSpec], layouts: dict[str, Layout], devices: int) -> tuple[Plan, int]:
+        """The plan, and how many new slots each device gets."""
+        speeds = self.scheduler.placement.speeds()
+        left = None if self._host_bytes is None else self._host_bytes - self._slots * (self._slot_bytes or 0)
+        if self._slot_bytes is None:
+            sized = sizing.choose(
+                lambda elements: make_plan(leaves, layouts, elements),
+                devices,
+                left,
+                self._subgroup_elements,
+                speeds,
+            )
+            self._slot_bytes = sized.slot_bytes
+            self._slots += sized.slots * devices
+            return sized.plan, sized.slots
+        # A further optimizer: records fit the slots there are; it gets more of them while the memory lasts.
+        element_bytes = max(layout.element_bytes for layout in layouts.values()) or 1
+        elements = self._subgroup_elements or max(1, self._slot_bytes // element_bytes)
+        plan = make_plan(leaves, layouts, elements, self._slot_bytes)
+        slots = plan.records if left is None else min(plan.records, left // (self._slot_bytes * devices))
+        if not self.folders and slots < plan.records:
+            needed = plan.records * self._slot_bytes * devices
+            raise ValueError(
+                f"host_memory={self._host_bytes} has no room for {needed} more bytes of state, and the store has no tier; "
+                "raise host_memory or give it a tier"
+            )
+        self._slots += slots * devices
+        return plan, slots
+
+    def _array_name(self, record: Record) -> str:
+        return f"{self._directories[record.instance]}/b{record.bucket}.d{record.device}"
+
+    # -- state
+
+    def read_records(self, number: int, serial: int) -> dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]:
+        """A copy of every record of an optimizer, by (bucket, device); None where nothing is stored.
+
+        Args:
+          number: the optimizer.
+          serial: the ticket of the state it is read for (0: nothing is stored for it).
+
+        Raises:
+          errors.OffloadError: if its last update failed, or a record cannot be read.
+          errors.StaleTicketError: if the store holds another step than that of the state.
+        """
+
+        def collect() -> dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]:
+            instance = self.scheduler.instances[number]
+            if instance.error is not None:
+                raise instance.error
+            if serial != instance.ledger.latest:
+                raise errors.StaleTicketError(
+                    f"optimizer {instance.name!r}: the state has ticket {serial}, but the store holds that of "
+                    f"{instance.ledger.latest}; read the state that the last update returned"
+                )
+            return {key: [self._copy(record) for record in row] for key, row in instance.records.items()}
+
+        result: dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
+        result = self.driver.call(collect, self.deadline_s, when_quiescent=True)
+        return result
+
+    def _copy(self, record: Record) -> np.ndarray[Any, Any] | None:
+        if record.void or record.life is Life.ABSENT:
+            return None
+        target = np.empty(record.size_bytes, np.uint8)
+        if record.life is Life.DIRTY:
+            self._native.copy_slot(record.slot, target)
+            return target
+        assert record.life is Life.STORED and record.tier is not None, record
+        path = self.folders[record.tier].path_to_read(self._array_name(record), record.subgroup)
+        try:
+            native.read_file(path, target, record.crc, self._native.direct_in_use(record.tier))
+        except RuntimeError as error:
+            raise errors.CorruptRecordError(f"{error}; {self.scheduler.describe(record)}") from error
+        return target
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot; 0 before the first optimizer."""
+        return self._slot_bytes or 0
+
+    def instance(self, number: int) -> Instance:
+        """The optimizer as the scheduler knows it."""
+        return self.scheduler.instances[number]
+
+    # -- ends
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until nothing is in flight; raises the first error of an optimizer that is broken."""
+
+        def first_error() -> errors.OffloadError | None:
+            return next((i.error for i in self.scheduler.instances.values() if i.error is not None), None)
+
+        error = self.driver.call(first_error, timeout_s, when_quiescent=True)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Stops threads, ends open operations with an error, removes the folders. Idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        native.unregister_engine(self.number)
+        self.driver.stop()
+        self._native.close()
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        for folder in self.folders:
+            folder.close()
+
+
+def _spec(tier: File) -> TierSpec:
+    return TierSpec(tier.name, tier.number("capacity"), tier.number("read_limit"), tier.number("write_limit"))
+
+
+def _bucket_spec(plan: Plan, index: int, binding: RuleBinding, dtype: str, reads_params: bool) -> dict[str, Any]:
+    bucket = plan.buckets[index]
+    return {
+        "rule": native.RULES[binding.rule],
+        "param": native.DTYPES[dtype],
+        "mu": native.DTYPES[binding.mu_dtype],
+        "nu": native.DTYPES[binding.nu_dtype],
+        "has_mu": binding.has_mu,
+        "nesterov": binding.nesterov,
+        "reads_params": reads_params,
+        "hyper_count": binding.hyper_count,
+        "leaves": [(plan.leaves[leaf].elements, plan.leaves[leaf].decay) for leaf in bucket.leaves],
+        "subgroups": list(bucket.subgroups),
+        "mu_offset": bucket.mu_offset,
+        "nu_offset": bucket.nu_offset,
+        "master_offset": bucket.master_offset,
+        "cells_offset": bucket.cells_offset,
+        "record_bytes": bucket.record_bytes,
+    }

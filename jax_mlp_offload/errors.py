@@ -1,0 +1,48 @@
+"""What can go wrong, by name.
+
+Every failure of storage or of an update that was cut short is an :class:`OffloadError`; it says which tier, which
+leaves and what the cause was. Bad arguments are plain ``ValueError``/``TypeError``. Inside a jitted step the same text
+arrives as JAX's own runtime error, since XLA carries only a message.
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(RuntimeError):
+    """The state of an optimizer could not be moved or updated; the message names tier, leaves and cause."""
+
+
+class TierError(OffloadError):
+    """A tier refused a read or a write, and no other tier could take its place."""
+
+
+class CorruptRecordError(OffloadError):
+    """A record came back shorter than it was written, or with another checksum."""
+
+
+class StaleTicketError(OffloadError):
+    """An update was asked for from a state that is not the latest one (a replay, a rollback, two updates of one)."""
+
+
+class ForeignParamsError(OffloadError):
+    """16-bit params changed between updates twice in a row: something behind the optimizer alters its updates."""
+
+
+class DeadlineError(OffloadError):
+    """Storage gave no answer within the store's deadline."""
+
+
+class ClosedError(OffloadError):
+    """The store was used after it had been closed."""
+
+
+class ForeignParamsWarning(UserWarning):
+    """16-bit params were replaced from outside; the new ones were adopted."""
+
+
+class TierWarning(UserWarning):
+    """A tier failed and was retired; the others go on."""
+
+
+class SkippedStepWarning(UserWarning):
+    """A step was skipped because its gradients were not finite."""

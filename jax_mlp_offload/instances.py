@@ -1,0 +1,68 @@
+"""One optimizer as the scheduler sees it: its records, its tickets, and what went wrong with it.
+
+Plain data; used by the scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from jax_mlp_offload import errors
+from jax_mlp_offload.ledger import Ledger
+from jax_mlp_offload.types import Record
+
+
+class ForeignParams(enum.Enum):
+    """What to do where 16-bit params were replaced between two updates."""
+
+    WATCH = "watch"  # adopt and warn; refuse if it happens in two steps running
+    ADOPT = "adopt"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(eq=False)
+class Instance:
+    """One optimizer: its records by (bucket, device), its tickets, and what went wrong."""
+
+    number: int
+    name: str
+    devices: tuple[int, ...]
+    records: dict[tuple[int, int], list[Record]]
+    leaf_names: Callable[[int, int], list[str]]  # (bucket, subgroup) -> leaves
+    bucket_leaf: Callable[[int, int], str]  # (bucket, leaf in bucket) -> name
+    foreign: ForeignParams
+    ledger: Ledger
+    error: errors.OffloadError | None = None
+    steps: int = 0  # executions that ended well, skipped ones included
+    skipped: int = 0
+    adopted: int = 0  # steps in which params were adopted
+    serials: list[int] = dataclasses.field(default_factory=list)  # of the last steps that ran, skipped ones excluded
+    adopted_serials: set[int] = dataclasses.field(default_factory=set)  # those of them that adopted params
+
+    def describe(self, record: Record) -> str:
+        """A record in words, for messages."""
+        names = self.leaf_names(record.bucket, record.subgroup)
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return (
+            f"optimizer {self.name!r}, subgroup {record.subgroup} of bucket {record.bucket} "
+            f"on device {record.device} (leaves {shown})"
+        )
+
+    def ran(self, serial: int) -> None:
+        """A step that is not skipped begins."""
+        self.serials = [*self.serials[-2:], serial]
+        self.adopted_serials.intersection_update(self.serials)
+
+    def adopts(self, serial: int) -> bool:
+        """A step found its params replaced; returns whether it is the second in a row."""
+        self.adopted_serials.add(serial)
+        pairs = zip(self.serials, self.serials[1:], strict=False)
+        return any(first in self.adopted_serials and second in self.adopted_serials for first, second in pairs)
+
+    def start_afresh(self) -> None:
+        """Forgets what went wrong: the state is new."""
+        self.error = None
+        self.serials.clear()
+        self.adopted_serials.clear()

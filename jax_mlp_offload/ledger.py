@@ -1,0 +1,133 @@
+"""Tickets: which execution of which step an arriving operation belongs to, and whether it may run.
+
+1. Every bucket op of one execution of a step comes with the same ticket and the same run id; together they are one
+   :class:`Step`, which has one new serial. Serials rise and are never used twice, over all optimizers of the process.
+2. An op may run if its ticket is the serial that its (bucket, device) was last given, or 0, which starts afresh.
+3. Where a step may not run, it is *doomed*: all its ops on all devices are held until the last one came, and then
+   fail together. One device that fails alone would leave the others in a collective. A step that is found out when
+   some of its ops run already *fails* instead: the others hand back old params and the poison ticket.
+4. An optimizer whose step failed half-way is *broken*: steps are doomed with the first cause until ticket 0 comes.
+
+Pure; imports nothing of jax, of the extension or of the tiers. Used by the scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from jax_mlp_offload.types import POISON
+
+MAX_OPEN_STEPS = 64
+_serials = itertools.count(1)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+    """One execution of one optimizer's update."""
+
+    serial: int
+    ticket: int
+    run_id: int
+    arrived: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    completed: int = 0
+    begun: bool = False  # an operation of it was started
+    failed: bool = False
+    doomed: str | None = None
+    held: list[int] = dataclasses.field(default_factory=list)  # requests of a doomed step
+    adopted: set[str] = dataclasses.field(default_factory=set)  # leaves whose params were replaced from outside
+
+
+class Ledger:
+    """The tickets of one optimizer.
+
+    Args:
+      name: the optimizer's name, for messages.
+      buckets: number of buckets.
+      devices: ordinals of the devices it runs on.
+      serials: where serials come from (tests give their own).
+    """
+
+    def __init__(self, name: str, buckets: int, devices: Sequence[int], serials: Iterator[int] | None = None) -> None:
+        self.name = name
+        self.broken: str | None = None
+        self.latest = 0  # serial of the last step that was allowed to run
+        self.era = 0  # serial of the step that last started afresh
+        self._serials = _serials if serials is None else serials
+        self._expected = buckets * len(devices)
+        self._last: dict[tuple[int, int], int] = {}
+        self._open: list[Step] = []  # steps whose operations have not all come, oldest first
+
+    def admit(self, bucket: int, device: int, run_id: int, ticket: int) -> Step:
+        """Returns the step this operation belongs to; look at ``doomed`` and ``failed`` before running it."""
+        key = (bucket, device)
+        step = next((s for s in self._open if key not in s.arrived and _belongs(s, run_id, ticket)), None)
+        if step is None:
+            step = self._begin(key, run_id, ticket)
+        step.arrived.add(key)
+        if len(step.arrived) == self._expected:
+            self._open.remove(step)
+        if step.doomed is None:
+            last = self._last.get(key, 0)
+            if ticket in (0, last):
+                self._last[key] = step.serial
+            elif not step.failed:
+                step.failed = True
+                if step.serial >= self.era and self.broken is None:
+                    self.broken = self._stale(ticket, last)
+        return step
+
+    def all_here(self, step: Step) -> bool:
+        """Whether every operation of the step has come."""
+        return len(step.arrived) == self._expected
+
+    def completed(self, step: Step) -> bool:
+        """Counts one operation of the step as ended; true when it was the last."""
+        step.completed += 1
+        return step.completed == self._expected
+
+    def open_steps(self) -> list[Step]:
+        """Steps that were allowed to run and whose operations have not all come yet."""
+        return [step for step in self._open if step.doomed is None]
+
+    def give_up(self, step: Step) -> None:
+        """Waits no longer for the step's other operations."""
+        if step in self._open:
+            self._open.remove(step)
+
+    def _begin(self, key: tuple[int, int], run_id: int, ticket: int) -> Step:
+        step = Step(next(self._serials), ticket, run_id)
+        last = self._last.get(key, 0)
+        if ticket == 0:
+            self.broken = None
+            self.era = step.serial
+        elif self.broken is not None:
+            step.doomed = self.broken
+        elif ticket != last:
+            step.doomed = self._stale(ticket, last)
+        if step.doomed is None:
+            self.latest = step.serial
+        self._open.append(step)
+        if len(self._open) > MAX_OPEN_STEPS:
+            # programs that XLA cut short never send the rest
+            self._open.remove(next((s for s in self._open if s.doomed is None), step))
+        return step
+
+    def _stale(self, ticket: int, last: int) -> str:
+        if ticket == POISON:
+            return (
+                f"optimizer {self.name!r}: this state comes from an update that failed; "
+                "restore a checkpoint or call init again"
+            )
+        known = f"the latest is {last}" if last else "this store holds no state of that update"
+        return (
+            f"optimizer {self.name!r}: the state given to update has ticket {ticket}, but {known}. The moments live in "
+            "the store, in one version: an update can only follow the last one. Pass on the state that the last update "
+            "returned, restore a checkpoint, or start afresh with init"
+        )
+
+
+def _belongs(step: Step, run_id: int, ticket: int) -> bool:
+    """Whether an operation is of this step; where the last step failed, some devices may not have seen its poison."""
+    return step.run_id == run_id and (step.ticket == ticket or POISON in (step.ticket, ticket))

@@ -1,0 +1,60 @@
+"""The extension: the only module that imports it. Checks at import that it may be loaded into this jaxlib.
+
+Built against the FFI headers of the oldest supported jaxlib; a library built against newer ones than the running
+jaxlib's would stop all of JAX from starting, so the versions are compared before anything is registered.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import jax
+
+from jax_mlp_offload import _native
+
+Engine = _native.Engine
+KINDS = ("arrived", "read", "written", "updated", "handed_back", "woken")
+"""Kinds of an event, by the number that comes first in it."""
+
+RULES = {"adam": 0, "sgd": 1}
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+crc32c = _native.crc32c
+read_file = _native.read_file
+measure_stream = _native.measure_stream
+now_s = _native.now_s
+inject_fault = _native.inject_fault
+clear_faults = _native.clear_faults
+register_engine = _native.register_engine
+unregister_engine = _native.unregister_engine
+isa_in_use = _native.isa_in_use
+force_isa = _native.force_isa
+CELL_ELEMENTS: int = _native.CELL_ELEMENTS
+ADAM_HYPER_COUNT: int = _native.ADAM_HYPER_COUNT
+SGD_HYPER_COUNT: int = _native.SGD_HYPER_COUNT
+
+
+def _runtime_api_version() -> tuple[int, int]:
+    """The FFI API version of the jaxlib that is running, from its headers."""
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text(encoding="utf-8")
+    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if None in numbers:
+        raise ImportError(f"jax_mlp_offload cannot tell the FFI API version of jaxlib from {header}")
+    major, minor = (int(number[1]) for number in numbers if number)
+    return major, minor
+
+
+def _register() -> None:
+    built, running = tuple(_native.FFI_API_VERSION), _runtime_api_version()
+    if built[0] != running[0] or built[1] > running[1]:
+        raise ImportError(
+            f"jax_mlp_offload was built against XLA FFI API {built[0]}.{built[1]}, but this jaxlib has "
+            f"{running[0]}.{running[1]}; install a newer jaxlib, or build the package again"
+        )
+    for name, target in _native.registrations().items():
+        jax.ffi.register_ffi_target(name, target, platform="cpu")
+
+
+_register()

@@ -1,0 +1,185 @@
+"""Reading an offloaded state back as ordinary arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_mlp_offload.state import OffloadState
+from jax_mlp_offload.store import Store, live_stores
+from jax_mlp_offload.transform import Binding
+
+_Records = dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
+
+
+def read_state(state: Any) -> Any:
+    """Returns the ordinary optax state of an offloaded one, moments and all, as arrays.
+
+    Args:
+      state: an optimizer state in which :class:`OffloadState` stands anywhere (inside ``chain``, ``partition``, ...).
+
+    Returns:
+      The same tree, each OffloadState replaced by what the optax optimizer of the same parameters holds on float32
+      masters; moments are float32 (or ``mu_dtype``), sharded as their params.
+
+    Raises:
+      ValueError: if no open store holds the state (it belongs to another process, or to an earlier step).
+      OffloadError: if a record cannot be read, or the last update failed.
+    """
+    return _map(state, _optax_state)
+
+
+def read_masters(state: Any, params: Any) -> Any:
+    """Returns float32 masters: 16-bit params put together with their remainders; float32 params as they are.
+
+    Args:
+      state: an :class:`OffloadState` (or a tree that holds exactly one).
+      params: the params that belong to it.
+
+    Returns:
+      A tree like ``params``, float32.
+    """
+    found = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(leaf)]
+    if len(found) != 1:
+        raise ValueError(f"read_masters needs one offloaded state; this tree holds {len(found)}")
+    store, binding = _find(found[0])
+    records = _records(found[0], store, binding)
+    flat, treedef = jax.tree.flatten(params)
+    masters = []
+    for index, param in enumerate(flat):
+        if param.dtype == jnp.float32 or param.size == 0:
+            masters.append(jnp.asarray(param, jnp.float32))
+            continue
+        section = _section(binding, records, index, "master", store)
+        masters.append(_join(param, section))
+    return jax.tree.unflatten(treedef, masters)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, OffloadState)
+
+
+def _map(state: Any, function: Callable[[OffloadState], Any]) -> Any:
+    return jax.tree.map(lambda x: function(x) if _is_state(x) else x, state, is_leaf=_is_state)
+
+
+def _find(state: OffloadState) -> tuple[Store, Binding]:
+    """The store and optimizer that this state belongs to."""
+    ticket = int(np.asarray(state.ticket)[0])
+    candidates = [
+        (store, binding) for store in live_stores() for binding in store.bindings() if isinstance(binding, Binding)
+    ]
+    if ticket:
+        candidates = [
+            (store, binding)
+            for store, binding in candidates
+            if store.engine.instance(binding.number).ledger.latest == ticket
+        ]
+    if len(candidates) != 1:
+        reason = (
+            "no update has been made from it yet, and several optimizers (or none) could be meant"
+            if ticket == 0
+            else f"no open store holds ticket {ticket}: it belongs to an earlier step, another process or a closed store"
+        )
+        raise ValueError(f"the moments of this state cannot be told: {reason}")
+    return candidates[0]
+
+
+def _records(state: OffloadState, store: Store, binding: Binding) -> _Records | None:
+    ticket = int(np.asarray(state.ticket)[0])
+    return store.engine.read_records(binding.number, ticket) if ticket else None
+
+
+def _optax_state(state: OffloadState) -> Any:
+    store, binding = _find(state)
+    records = _records(state, store, binding)
+    shaped = jax.tree.unflatten(
+        binding.treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in binding.shapes]
+    )
+    reference = jax.eval_shape(binding.rule.reference().init, shaped)
+    values: dict[str, Any] = {"count": state.count}
+    for field, section in binding.rule.moments().items():
+        leaves = [_section(binding, records, index, section, store) for index in range(len(binding.shapes))]
+        values[field] = jax.tree.unflatten(binding.treedef, leaves)
+    if not any(name == "count" for name in _fields(reference)):
+        del values["count"]
+    return optax.tree.set(reference, **values)
+
+
+def _fields(state: Any) -> list[str]:
+    names = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
+        names.extend(getattr(key, "name", "") for key in path)
+    return names
+
+
+def _section(binding: Binding, records: _Records | None, leaf: int, section: str, store: Store) -> jax.Array:
+    """One section (mu, nu or master) of a leaf, put together from the records of all devices."""
+    dtype = _section_dtype(binding, leaf, section)
+    shape = binding.shapes[leaf]
+    layout = binding.layout
+    shard_shape = layout.shard_shape(leaf, shape)
+    where = _place(binding, leaf)
+    if where is None or records is None:
+        return jnp.zeros(shape, dtype)
+    shards = {device: _shard(binding, records, *where, device, section, dtype) for device in layout.devices}
+    if layout.mesh is None or not layout.wrap:
+        return jnp.array(shards[layout.devices[0]].reshape(shape), copy=True)
+    sharding = NamedSharding(layout.mesh, layout.specs[leaf] if layout.specs else PartitionSpec())
+    by_id = {d.id: d for d in layout.mesh.devices.flat}
+    arrays = [jax.device_put(shards[i].reshape(shard_shape).copy(), by_id[i]) for i in layout.devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _place(binding: Binding, leaf: int) -> tuple[int, int] | None:
+    """The bucket that holds a leaf, and the leaf's first element in it; None for leaves without a record."""
+    for index, bucket in enumerate(binding.plan.buckets):
+        begin = 0
+        for member in bucket.leaves:
+            if member == leaf:
+                return index, begin
+            begin += binding.plan.leaves[member].elements
+    return None
+
+
+def _section_dtype(binding: Binding, leaf: int, section: str) -> Any:
+    param = binding.plan.leaves[leaf].dtype
+    if section == "master":
+        return np.int16 if param == "bfloat16" else np.float32
+    kernel = binding.rule.binding(param)
+    name = kernel.mu_dtype if section == "mu" else kernel.nu_dtype
+    return ml_dtypes.bfloat16 if name == "bfloat16" else np.float32
+
+
+def _shard(
+    binding: Binding, records: _Records, bucket: int, begin: int, device: int, section: str, dtype: Any
+) -> np.ndarray[Any, Any]:
+    plan = binding.plan.buckets[bucket]
+    offset = {"mu": plan.mu_offset, "nu": plan.nu_offset, "master": plan.master_offset}[section]
+    size = np.dtype(dtype).itemsize
+    parts = []
+    for (_, count), record in zip(plan.subgroups, records[bucket, device], strict=True):
+        if record is None:
+            parts.append(np.zeros(count, dtype))
+        else:
+            parts.append(record[offset : offset + count * size].view(dtype))
+    leaf = next(i for i in plan.leaves if _place(binding, i) == (bucket, begin))
+    return np.concatenate(parts)[begin : begin + binding.plan.leaves[leaf].elements]
+
+
+def _join(param: jax.Array, section: jax.Array) -> jax.Array:
+    """Masters from params and what the record adds to them (int16 remainders, or whole float32 masters)."""
+    if section.dtype == jnp.float32:
+        return section
+    bits = jax.lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32) << 16
+    whole = bits + section.astype(jnp.int32).astype(jnp.uint32)
+    master = jax.lax.bitcast_convert_type(whole, jnp.float32)
+    lost = jnp.isnan(master) & ~jnp.isnan(param)
+    return jnp.where(lost, jax.lax.bitcast_convert_type(bits, jnp.float32), master)

@@ -1,0 +1,235 @@
+"""``Store``: the memory and the tiers that optimizers keep their state in."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import threading
+import weakref
+from types import TracebackType
+from typing import Any
+
+from jax_mlp_offload import errors
+from jax_mlp_offload.engine import Engine
+from jax_mlp_offload.sizes import parse_bytes
+from jax_mlp_offload.stats import collect
+from jax_mlp_offload.tiers import TierLike, as_tiers
+from jax_mlp_offload.types import Order
+
+_live: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """What ``init`` saw of an optimizer's params: (path, shape, dtype) of each leaf, and their shardings if concrete."""
+
+    leaves: tuple[tuple[str, tuple[int, ...], str], ...]
+    given: Any = None
+    device: int | None = None
+
+
+class Store:
+    """Host memory and tiers for optimizer states, and the engine that moves them.
+
+    Args:
+      *tiers: directories (paths or :class:`File`); none: everything stays in host memory.
+      host_memory: bytes for state kept in memory, over all devices of this process: a number, or text such as
+        ``"16GiB"``. None: as much as the state needs without tiers; the least that runs well with tiers.
+      subgroup_elements: elements of one subgroup, the unit of transfer; None: chosen from the sizes.
+      order: ``"resident-first"`` (each step reads and writes only what did not fit), or for comparison
+        ``"sequential"`` and ``"alternating"``.
+      exclusive: reserved for several processes on one device; this version takes ``"auto"`` and False.
+      versions: 1; how many versions of the state are kept.
+      profile: reserved for measured bandwidths of tiers; None.
+      kernel_threads: threads of the fused update; None: one a core.
+      deadline_s: how long storage may take for one record before its updates fail, in seconds.
+
+    Raises:
+      ValueError: if an argument makes no sense; the message names it and the remedy.
+      OSError: if a tier cannot be used; names its path.
+
+    A context manager. Programs that were traced with a store raise an error by name after it was closed.
+    """
+
+    def __init__(
+        self,
+        *tiers: TierLike,
+        host_memory: int | str | None = None,
+        subgroup_elements: int | None = None,
+        order: str = "resident-first",
+        exclusive: str | bool = "auto",
+        versions: int = 1,
+        profile: Any = None,
+        kernel_threads: int | None = None,
+        deadline_s: float = 600.0,
+    ) -> None:
+        files = as_tiers(tiers)
+        host_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        if host_bytes == 0:
+            raise ValueError(f"host_memory={host_memory!r}: at least two records a device have to fit")
+        for name, value in (("subgroup_elements", subgroup_elements), ("kernel_threads", kernel_threads)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        orders = [kind.value for kind in Order]
+        if order not in orders:
+            raise ValueError(f"order={order!r} is unknown; use one of {', '.join(orders)}")
+        if versions != 1:
+            raise ValueError(f"versions={versions!r}: this version keeps one version of the state; use versions=1")
+        if exclusive not in ("auto", False):
+            raise ValueError(f"exclusive={exclusive!r}: this version has no exclusive access; use 'auto' or False")
+        if profile is not None:
+            raise ValueError(f"profile={profile!r}: this version measures tiers as it runs; use profile=None")
+        if not 0 < deadline_s < float("inf"):
+            raise ValueError(f"deadline_s={deadline_s!r} must be a positive number of seconds")
+        self._lock = threading.Lock()
+        self._declared: dict[Any, Declared] = {}
+        self._bound: dict[Any, Any] = {}
+        self._engine = Engine(files, host_bytes, subgroup_elements, Order(order), kernel_threads, deadline_s)
+        _live.add(self)
+
+    # -- for users
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Waits until every update that XLA has begun and all transfers have ended.
+
+        Raises:
+          OffloadError: the first cause, if an optimizer's update failed.
+          DeadlineError: if it takes longer than ``timeout_s`` (None: the store's deadline).
+        """
+        self._check_open()
+        self._engine.flush(self._engine.deadline_s if timeout_s is None else timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts so far, as a plain dict: ``steps``, ``hits``, ``misses``, memory, and one dict a tier."""
+        self._check_open()
+        return self._engine.driver.call(lambda: collect(self._engine), self._engine.deadline_s)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Waits for what is in flight, frees memory and removes the tiers' folders. Idempotent.
+
+        Raises:
+          OffloadError: the first cause, if an optimizer's update failed; the store is closed all the same.
+        """
+        if self._engine.closed:
+            return
+        try:
+            self._engine.flush(self._engine.deadline_s)
+        finally:
+            self._engine.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._close_quietly()  # the error under way says more than ours would
+
+    def __repr__(self) -> str:
+        tiers = ", ".join(repr(folder.tier.name) for folder in self._engine.folders)
+        return f"Store({tiers}{'; closed' if self._engine.closed else ''})"
+
+    # -- for the optimizers
+
+    @property
+    def engine(self) -> Engine:
+        """The machinery. Not part of the public interface."""
+        self._check_open()
+        return self._engine
+
+    def declare(self, key: Any, declared: Declared) -> None:
+        """Notes what ``init`` saw.
+
+        Raises:
+          ValueError: if another optimizer of this store has the same identity but other params.
+        """
+        self._check_open()
+        with self._lock:
+            known = self._declared.get(key)
+            if known is not None and known.leaves != declared.leaves:
+                raise ValueError(
+                    f"two optimizers of one store have the same identity, {_difference(known, declared)}; "
+                    "give each its own name=, or use another Store"
+                )
+            if known is None or declared.given is not None or declared.device is not None:
+                self._declared[key] = declared
+
+    def declared(self, key: Any, leaves: tuple[tuple[str, tuple[int, ...], str], ...]) -> Declared:
+        """What ``init`` saw of the optimizer whose update is traced.
+
+        Raises:
+          ValueError: if init saw another tree, or none.
+        """
+        self._check_open()
+        with self._lock:
+            known = self._declared.get(key)
+            if known is None:
+                raise ValueError(_unknown(leaves, list(self._declared.values())))
+            if known.leaves != leaves:
+                raise ValueError(f"the params given to update are not those given to init: {_difference(known, leaves)}")
+            return known
+
+    def declared_shapes(self, key: Any, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Declared:
+        """The same where update got no params, so that their dtypes are known from init only."""
+        self._check_open()
+        with self._lock:
+            known = self._declared.get(key)
+        leaves = tuple((path, shape, "float32") for path, shape in shapes)
+        if known is None or tuple((path, shape) for path, shape, _ in known.leaves) != shapes:
+            return self.declared(key, leaves)
+        return known
+
+    def bind(self, key: Any, make: Any) -> Any:
+        """Returns what ``make()`` once made for this key."""
+        with self._lock:
+            self._check_open()
+            if key not in self._bound:
+                self._bound[key] = make()
+            return self._bound[key]
+
+    def bindings(self) -> list[Any]:
+        """Everything that was bound."""
+        with self._lock:
+            return list(self._bound.values())
+
+    def _check_open(self) -> None:
+        if self._engine.closed:
+            raise errors.ClosedError(f"{self!r} was used after it had been closed; make a new Store")
+
+    def _close_quietly(self) -> None:
+        try:
+            self.close()
+        except errors.OffloadError:
+            self._engine.close()
+
+
+def live_stores() -> list[Store]:
+    """Stores that are open."""
+    return [store for store in _live if not store._engine.closed]
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in live_stores():
+        store._close_quietly()
+
+
+def _difference(known: Declared, other: Declared | tuple[tuple[str, tuple[int, ...], str], ...]) -> str:
+    theirs = other.leaves if isinstance(other, Declared) else other
+    for a, b in zip(known.leaves, theirs, strict=False):
+        if a != b:
+            return f"{a[0]!r} of shape {a[1]} and dtype {a[2]} against {b[0]!r} of shape {b[1]} and dtype {b[2]}"
+    return f"{len(known.leaves)} leaves against {len(theirs)}"
+
+
+def _unknown(leaves: tuple[tuple[str, tuple[int, ...], str], ...], known: list[Declared]) -> str:
+    if not known:
+        return "update was called, but init never was with this store; call init(params) first (also after a restore)"
+    closest = max(known, key=lambda d: len(set(d.leaves) & set(leaves)))
+    return (
+        "the params given to update are not those given to init with this store: "
+        f"{_difference(closest, leaves)}; call init(params) again after the tree has changed"
+    )

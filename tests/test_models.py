@@ -1,0 +1,337 @@
+"""The example models and the pre-training program: shapes, causality, sizes, data, and the command line.
+
+Runs that need the library skip where it does not import; everything else runs without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from models import mlp, pretrain, report, training, transformer
+from models.data import ByteCorpus
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = transformer.Config(
+    dim=32, layers=2, heads=4, kv_heads=2, hidden=64, param_dtype=jnp.float32, compute_dtype=jnp.float32
+)
+TOKENS = np.random.default_rng(0).integers(0, 256, size=(2, 12)).astype(np.int32)
+
+
+def library_is_there() -> bool:
+    """Whether `jax_mlp_offload` imports and has a `Store`; asked in a process of its own."""
+    if importlib.util.find_spec("jax_mlp_offload") is None:
+        return False
+    probe = "import jax_mlp_offload as jmo; jmo.Store, jmo.adamw, jmo.OffloadError"
+    return subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def run_pretrain(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Runs the program in a process of its own."""
+    command = [sys.executable, "-m", "models.pretrain", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Reads `metrics.jsonl`."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def params() -> transformer.Params:
+    return transformer.init_params(CONFIG, jax.random.key(0))
+
+
+class TestTransformer:
+    def test_logits_have_the_documented_shape_and_dtype(self, params: transformer.Params) -> None:
+        logits = transformer.apply(CONFIG, params, TOKENS)
+        assert logits.shape == (2, 12, 256)
+        assert logits.dtype == jnp.float32
+        assert bool(jnp.isfinite(logits).all())
+
+    def test_a_later_token_does_not_change_earlier_logits(self, params: transformer.Params) -> None:
+        changed = TOKENS.copy()
+        changed[:, 7] = (changed[:, 7] + 1) % 256
+        before = np.asarray(transformer.apply(CONFIG, params, TOKENS))
+        after = np.asarray(transformer.apply(CONFIG, params, changed))
+        np.testing.assert_allclose(after[:, :7], before[:, :7], rtol=0, atol=1e-6)
+        assert (np.abs(after[:, 7:] - before[:, 7:]).max(axis=(0, 2)) > 1e-4).all()
+
+    def test_positions_matter(self, params: transformer.Params) -> None:
+        """Without rotary positions the last logits would not see the order of the tokens before."""
+        swapped = TOKENS.copy()
+        swapped[:, [1, 5]] = TOKENS[:, [5, 1]]
+        config = dataclasses.replace(CONFIG, layers=1)
+        single = {**params, "blocks": {0: params["blocks"][0]}}
+        last = [np.asarray(transformer.apply(config, single, tokens))[:, -1] for tokens in (TOKENS, swapped)]
+        assert np.abs(last[0] - last[1]).max() > 1e-4
+
+    def test_rotation_depends_on_relative_position_only(self) -> None:
+        query, key = jax.random.normal(jax.random.key(1), (2, 8))
+        rows = [transformer.rotate(jnp.tile(x, (1, 9, 1, 1)), 10_000.0)[0, :, 0] for x in (query, key)]
+        scores = np.asarray(rows[0] @ rows[1].T)
+        np.testing.assert_allclose(scores[5, 2], scores[8, 5], rtol=1e-5)
+        assert abs(scores[5, 2] - scores[5, 4]) > 1e-3
+
+    def test_grouped_queries_equal_repeated_keys_and_values(self, params: transformer.Params) -> None:
+        full = dataclasses.replace(CONFIG, kv_heads=CONFIG.heads)
+        repeats = CONFIG.heads // CONFIG.kv_heads
+
+        def repeat(path: Any, leaf: jax.Array) -> jax.Array:
+            if not {"key", "value"} & set(jax.tree_util.keystr(path, simple=True, separator="/").split("/")):
+                return leaf
+            heads = leaf.reshape(CONFIG.dim, CONFIG.kv_heads, CONFIG.head_dim)
+            return jnp.repeat(heads, repeats, axis=1).reshape(CONFIG.dim, CONFIG.dim)
+
+        repeated = jax.tree_util.tree_map_with_path(repeat, params)
+        np.testing.assert_allclose(
+            transformer.apply(full, repeated, TOKENS), transformer.apply(CONFIG, params, TOKENS), atol=1e-5
+        )
+
+    def test_remat_changes_no_gradient(self, params: transformer.Params) -> None:
+        def loss(params: transformer.Params, config: transformer.Config) -> jax.Array:
+            return jnp.square(transformer.apply(config, params, TOKENS)).mean()
+
+        plain = jax.grad(loss)(params, CONFIG)
+        recomputed = jax.grad(loss)(params, dataclasses.replace(CONFIG, remat=True))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, recomputed)
+
+    @pytest.mark.parametrize(
+        ("name", "low", "high"),
+        [
+            ("tiny", 0.9e6, 1.2e6),
+            ("small", 15e6, 20e6),
+            ("125m", 120e6, 130e6),
+            ("350m", 340e6, 360e6),
+            ("1.3b", 1.25e9, 1.35e9),
+        ],
+    )
+    def test_presets_have_about_the_size_they_say(self, name: str, low: float, high: float) -> None:
+        config = transformer.preset(name)
+        assert low <= transformer.count_params(config) <= high
+        assert {leaf.dtype for leaf in jax.tree.leaves(transformer.abstract_params(config))} == {jnp.bfloat16}
+
+    @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+    def test_specs_divide_every_sharded_dimension(self, devices: int) -> None:
+        mesh = jax.sharding.AbstractMesh((devices,), ("fsdp",))
+        params = transformer.abstract_params(transformer.preset("tiny"))
+        specs = transformer.param_specs(params, mesh)
+        assert jax.tree.structure(params) == jax.tree.structure(specs)
+        sharded = 0
+        for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True):
+            axes = [axis for axis in spec if axis is not None]
+            assert axes in ([], ["fsdp"])
+            if len(leaf.shape) < 2:
+                assert not axes
+            for extent, axis in zip(leaf.shape, spec, strict=False):
+                assert axis is None or extent % devices == 0
+            sharded += len(axes) * math.prod(leaf.shape)
+        if devices != 3:
+            assert sharded > 0.99 * transformer.count_params(transformer.preset("tiny"))
+
+    def test_specs_refuse_a_mesh_without_the_axis(self) -> None:
+        mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+        with pytest.raises(ValueError, match="data.*fsdp"):
+            transformer.param_specs(CONFIG, mesh)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [({"heads": 5}, "heads=5"), ({"kv_heads": 3}, "kv_heads=3"), ({"layers": 0}, "layers=0")],
+    )
+    def test_sizes_that_do_not_fit_are_refused(self, changes: dict[str, int], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
+
+
+class TestTraining:
+    def test_float32_masters_see_gradients_of_the_rounded_weights(self) -> None:
+        """The reference rounds masters to bf16 for the forward pass, and its gradients are bf16 values."""
+        config = dataclasses.replace(CONFIG, param_dtype=jnp.bfloat16)
+        mesh = training.make_mesh(1)
+        keep = optax.GradientTransformation(
+            lambda params: jax.tree.map(jnp.zeros_like, params),
+            lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+        )
+        state = training.init_state(config, keep, mesh, seed=0, state_dtype=jnp.float32)
+        masters = jax.tree.map(lambda leaf: leaf * (1 + 2.0**-10), state.params)
+        weights = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.bfloat16), masters)
+        state = training.TrainState(masters, state.opt_state)
+        step = training.make_train_step(config, keep, mesh, state)
+        tokens = training.place_batch(TOKENS, mesh)
+        state, loss = step(state, tokens)
+
+        narrow = training.TrainState(weights, keep.init(weights))
+        narrow, expected = training.make_train_step(config, keep, mesh, narrow)(narrow, tokens)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        for wide, bf16 in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(narrow.opt_state), strict=True):
+            assert wide.dtype == jnp.float32
+            assert bf16.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(wide, wide.astype(jnp.bfloat16).astype(jnp.float32))
+            np.testing.assert_allclose(wide, bf16.astype(jnp.float32), rtol=2**-6, atol=1e-5)
+
+    def test_the_schedule_warms_up_then_falls_to_a_tenth(self) -> None:
+        learning_rate = training.schedule(1.0, warmup=4, steps=20)
+        values = [float(learning_rate(step)) for step in range(21)]
+        assert 0 < values[0] < values[1] < values[4] == pytest.approx(1.0)
+        assert values[20] == pytest.approx(0.1)
+        assert all(map(math.isfinite, [float(training.schedule(1.0, 10, 3)(step)) for step in range(3)]))
+
+    def test_vectors_are_not_decayed(self, params: transformer.Params) -> None:
+        mask = training.decay_mask(params)
+        assert mask["norm"]["scale"] is False
+        assert mask["head"]["kernel"] is True
+
+
+class TestMLP:
+    def test_any_optax_transform_trains_it(self) -> None:
+        state = mlp.create_state(optax.adamw(1e-2))
+        losses = []
+        for step in range(30):
+            state, loss = mlp.train_step(state, *mlp.synthetic_batch(step))
+            losses.append(float(loss))
+        assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+        assert int(state.step) == 30
+
+
+class TestData:
+    def test_batches_depend_on_seed_and_step_only(self) -> None:
+        first, second = ByteCorpus(max_bytes=100_000), ByteCorpus(max_bytes=100_000)
+        batch = first.batch(3, batch=4, seq=16, seed=1)
+        assert batch.shape == (4, 17)
+        assert batch.dtype == np.int32
+        assert 0 <= batch.min() and batch.max() <= 255
+        np.testing.assert_array_equal(batch, second.batch(3, batch=4, seq=16, seed=1))
+        assert (batch != first.batch(4, batch=4, seq=16, seed=1)).any()
+        assert (batch != first.batch(3, batch=4, seq=16, seed=2)).any()
+
+    def test_files_are_joined_in_the_order_of_their_paths(self, tmp_path: Path) -> None:
+        (tmp_path / "b").mkdir()
+        for name, text in (("c.py", "three"), ("b/x.py", "two"), ("a.py", "one"), ("a.txt", "no")):
+            (tmp_path / name).write_text(text)
+        assert ByteCorpus(tmp_path).data.tobytes() == b"one\ntwo\nthree\n"
+        assert ByteCorpus(tmp_path, max_bytes=6).data.tobytes() == b"one\ntw"
+
+    def test_every_window_of_a_short_text_can_come_up(self, tmp_path: Path) -> None:
+        (tmp_path / "a.py").write_text("0123")
+        batch = ByteCorpus(tmp_path).batch(0, batch=64, seq=3)
+        assert {bytes(row.astype(np.uint8)) for row in batch} == {b"0123", b"123\n"}
+
+    def test_a_folder_without_text_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=f"{tmp_path}.*no text"):
+            ByteCorpus(tmp_path)
+        with pytest.raises(ValueError, match=f"{tmp_path / 'missing'}.*does not exist"):
+            ByteCorpus(tmp_path / "missing")
+        (tmp_path / "a.py").write_text("short")
+        with pytest.raises(ValueError, match=f"{tmp_path}.*6 bytes"):
+            ByteCorpus(tmp_path).batch(0, batch=1, seq=16)
+
+
+class TestPretrain:
+    def test_plain_optax_end_to_end_on_two_devices(self, tmp_path: Path) -> None:
+        arguments = ("--optimizer", "optax", "--preset", "tiny", "--steps", "3", "--devices", "2")
+        done = run_pretrain(*arguments, "--batch", "4", "--seq", "32", "--warmup", "1", "--out", tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        assert "1,049,728" in done.stdout
+        metrics = read_metrics(tmp_path)
+        assert [line["step"] for line in metrics] == [1, 2, 3]
+        assert metrics[0]["loss"] == pytest.approx(math.log(256), abs=0.3)
+        assert metrics[2]["loss"] < metrics[0]["loss"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--preset", "huge"), "huge"),
+            (("--param-dtype", "f8"), "f8"),
+            (("--batch", "3", "--devices", "2"), "--batch 3"),
+            (("--steps", "0"), "--steps 0"),
+            (("--lr", "nan"), "--lr nan"),
+            (("--data", "no/such/folder"), "no/such/folder"),
+            (("--devices", "64", "--batch", "64"), "--devices 64"),
+        ],
+    )
+    def test_wrong_settings_are_one_line_and_exit_code_2(
+        self,
+        arguments: tuple[str, ...],
+        message: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        jax.devices()  # fixes the number of devices, so that 64 are too many
+        try:
+            code = pretrain.main(["--preset", "tiny", "--optimizer", "optax", "--out", str(tmp_path), *arguments])
+        except SystemExit as exit_:
+            code = exit_.code  # type: ignore[assignment]
+        output = capsys.readouterr()
+        assert code == 2
+        assert message in output.err
+        assert output.err.count("\n") == 1
+        assert output.out == ""
+
+    def test_comparison_says_whether_losses_agree(self) -> None:
+        reference = report.Result("optax", losses=[5.0] * 25)
+        near = report.Result("jmo", losses=[5.001] * 20 + [6.0] * 5)
+        far = report.Result("jmo", losses=[5.0] * 19 + [5.1])
+        broken = report.Result("jmo", losses=[5.0, math.nan])
+        assert [report.comparison_table(run, reference)[2] for run in (near, far, broken)] == [True, False, False]
+
+
+needs_library = pytest.mark.skipif(not library_is_there(), reason="jax_mlp_offload does not import yet")
+
+
+@needs_library
+class TestPretrainOffloaded:
+    def test_end_to_end_moves_state_through_two_tiers(self, tmp_path: Path) -> None:
+        tiers = [tmp_path / "fast", tmp_path / "slow"]
+        arguments = ("--preset", "tiny", "--steps", "3", "--batch", "2", "--seq", "32", "--warmup", "1")
+        done = run_pretrain(*arguments, "--tier", tiers[0], "--tier", tiers[1], "--out", tmp_path / "out")
+        assert done.returncode == 0, done.stderr
+        metrics = read_metrics(tmp_path / "out")
+        assert len(metrics) == 3
+        assert len(metrics[0]["tiers"]) == 2
+        moved = {
+            key: sum(tier[key] for line in metrics for tier in line["tiers"]) for key in ("bytes_read", "bytes_written")
+        }
+        assert min(moved.values()) > 0
+        assert sum(line["misses"] for line in metrics) > 0
+        assert metrics[2]["loss"] < metrics[0]["loss"]
+
+    def test_an_unwritable_tier_is_one_line_and_exit_code_2(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").write_text("not a folder")
+        code = pretrain.main(["--preset", "tiny", "--tier", str(tmp_path / "file"), "--out", str(tmp_path / "out")])
+        error = capsys.readouterr().err
+        assert code == 2
+        assert str(tmp_path / "file") in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGINT of another process needs POSIX")
+def test_sigint_ends_after_the_step_with_a_summary(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "models.pretrain", "--optimizer", "optax", "--preset", "tiny"]
+    command += ["--steps", "100000", "--batch", "1", "--seq", "16", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "step 1/" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors == ""
+    assert "interrupted" in output
+    assert read_metrics(tmp_path)
