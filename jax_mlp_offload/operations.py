@@ -45,10 +45,9 @@ class Operations:
         """Whether no operation is open."""
         return not self._open and not self._held
 
-    @property
-    def running(self) -> bool:
-        """Whether any operation was started and has not ended."""
-        return any(operation.started for operation in self._open.values())
+    def others_run(self, operation: Operation) -> bool:
+        """Whether an operation of another step was started and has not ended."""
+        return any(other.started and other.serial != operation.serial for other in self._open.values())
 
     def step(self, operation: Operation) -> Step:
         """The step of an open operation."""

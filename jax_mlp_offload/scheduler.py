@@ -3,72 +3,72 @@
 1. ``arrived``: an operation (one bucket, one device, one step) wants each of its records updated. One that is in a
    slot is updated at once (a hit); the others wait for a slot.
 2. A freed slot goes to a waiting record: read from its tier, or taken empty where nothing is stored yet.
-3. While more records wait than slots are about to be free, the most recently updated record is written out to the tier
-   that pulls. So a step reads and writes as many records as did not fit, and no more.
-4. When all records of an operation are updated it completes with the step's serial as its ticket.
-5. A failure ends every operation of that optimizer with the *old* params and the poison ticket, on all devices; its
-   next step is refused as a whole (see ``ledger``).
+3. While more records wait than slots are about to be free, a victim (``cache``) is written out to the tier that pulls
+   (``placement``). So a step reads and writes as many records as did not fit, and no more.
+4. Operations end as ``operations`` says: well, once all their records are updated; else with the old params, all of
+   the optimizer's together.
+5. A tier that fails a write, or gives no answer, is retired; what it did not take goes to another.
 
 What always holds: a record is updated exactly once by each operation that ran; a slot is never lost; what a record is
-doing is its ``life`` and nothing else. No thread, clock, file or jax here: times come in with the events, and
-``take_actions`` gives out what is to be done. The same class runs under the driver, the simulator and the fault tests.
-Thread contract: one thread.
+doing is its ``life`` and nothing else. An event costs the same however many records there are. No thread, clock, file or
+jax here: times come in with the events, and ``take_actions`` gives out what is to be done. The same class runs under the
+driver, the simulator and the fault tests. Thread contract: one thread.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.cache import DeviceCache
 from jax_mlp_offload.instances import ForeignParams, Instance
-from jax_mlp_offload.ledger import Ledger, Step
-from jax_mlp_offload.placement import Placement, TierSpec
-from jax_mlp_offload.types import (
-    POISON,
-    Action,
-    Complete,
-    Fail,
-    HandBack,
-    Life,
-    Operation,
-    Order,
-    Read,
-    Record,
-    Update,
-    Warn,
-    Write,
-)
+from jax_mlp_offload.ledger import Ledger
+from jax_mlp_offload.operations import Operations
+from jax_mlp_offload.placement import QUEUE, Placement, TierSpec
+from jax_mlp_offload.types import Action, Life, Operation, Order, Read, Record, Update, Write
 
 STALL_GRACE_S = 0.02  # how long the next bucket may take before a record that is still needed is evicted
-DOOM_GRACE_S = 10.0  # how long a refused step waits for its other operations
 
 
 class Scheduler:
-    """Decides what happens to every record. See the module's text."""
+    """Decides what happens to every record. See the module's text.
 
-    def __init__(self, tiers: Sequence[TierSpec], order: Order = Order.RESIDENT_FIRST, deadline_s: float = 600.0) -> None:
+    Args:
+      tiers: where records may go.
+      order: how records are taken and evicted.
+      deadline_s: how long storage may take to answer a request.
+    """
+
+    def __init__(
+        self, tiers: Sequence[TierSpec], order: Order = Order.RESIDENT_FIRST, deadline_s: float = 600.0
+    ) -> None:
         self.placement = Placement(tiers)
         self.order = order
         self.deadline_s = deadline_s
         self.devices: dict[int, DeviceCache] = {}
-        self.instances: dict[int, Instance] = {}
         self.records: list[Record] = []
         self.hits = 0
         self.misses = 0
-        self._operations: dict[int, Operation] = {}
-        self._steps: dict[int, Step] = {}  # by request
-        self._running: set[Step] = set()  # steps of the phase
-        self._in_flight: dict[int, float] = {}  # record index -> start of its I/O
-        self._doomed_since_s: float | None = None
-        self._actions: list[Action] = []
+        self._operations = Operations(self.devices)
+        self._depth = max(1, QUEUE * len(tiers))  # records on their way out and in that keep every tier busy
+        self._in_flight: OrderedDict[int, float] = OrderedDict()  # record index -> start of its I/O
+        self._overdue: dict[int, errors.OffloadError] = {}  # I/O that was given up, but still has its slot
+        self._tier_errors: list[errors.OffloadError] = []  # why tiers were retired
+        self._moving: dict[DeviceCache, None] = {}  # devices to look at before the event is over, in order
+        self._blocked: dict[DeviceCache, None] = {}  # devices that wait for a tier, in order
         self._now_s = 0.0
 
     # -- set-up
 
+    @property
+    def instances(self) -> dict[int, Instance]:
+        """The optimizers by number."""
+        return self._operations.instances
+
     def add_slots(self, device: int, slots: range) -> None:
         """Gives slots to a device (a new device, or more for a known one)."""
-        self.devices.setdefault(device, DeviceCache(device, self.order)).add_slots(slots)
+        self._device(device).add_slots(slots)
 
     def add_instance(
         self,
@@ -95,7 +95,7 @@ class Scheduler:
         """
         records: dict[tuple[int, int], list[Record]] = {}
         for device in devices:
-            cache = self.devices.setdefault(device, DeviceCache(device, self.order))
+            cache = self._device(device)
             for bucket, sizes in enumerate(bucket_records):
                 row = []
                 for subgroup, size in enumerate(sizes):
@@ -109,36 +109,35 @@ class Scheduler:
         self.instances[number] = instance
         return instance
 
+    def _device(self, device: int) -> DeviceCache:
+        if device not in self.devices:
+            self.devices[device] = DeviceCache(device, self.order, self._depth)
+        return self.devices[device]
+
     # -- what the driver asks
 
     def take_actions(self) -> list[Action]:
         """What is to be done now; each action is given out once."""
-        actions, self._actions = self._actions, []
+        actions, self._operations.actions = self._operations.actions, []
         return actions
 
     @property
     def quiescent(self) -> bool:
-        """Whether no operation is open and nothing is in flight."""
-        return not self._operations and not self._in_flight and self._doomed_since_s is None
+        """Whether no operation is open and nothing is in flight (I/O that was given up does not count)."""
+        return self._operations.quiescent and not self._in_flight
 
     def next_tick_s(self) -> float | None:
         """When ``tick`` is wanted if nothing else happens, as a time; None: not at all."""
         times = [d.stalled_since_s + STALL_GRACE_S for d in self.devices.values() if d.stalled_since_s is not None]
-        if self._doomed_since_s is not None:
-            times.append(self._doomed_since_s + DOOM_GRACE_S)
+        if (give_up_s := self._operations.give_up_s()) is not None:
+            times.append(give_up_s)
         if self._in_flight:
-            times.append(min(self._in_flight.values()) + self.deadline_s)
+            times.append(next(iter(self._in_flight.values())) + self.deadline_s)
         return min(times, default=None)
 
     def describe(self, record: Record) -> str:
         """A record in words, for messages."""
-        instance = self.instances[record.instance]
-        names = instance.leaf_names(record.bucket, record.subgroup)
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return (
-            f"optimizer {instance.name!r}, subgroup {record.subgroup} of bucket {record.bucket} "
-            f"on device {record.device} (leaves {shown})"
-        )
+        return self.instances[record.instance].describe(record)
 
     # -- events
 
@@ -147,85 +146,54 @@ class Scheduler:
     ) -> None:
         """XLA handed over one bucket of one device."""
         self._now_s = now_s
-        owner = self.instances[instance]
-        step = owner.ledger.admit(bucket, device, run_id, ticket)
-        if step.doomed is not None:
-            self._doom(owner, step, request)
-            return
-        if step.failed and owner.error is None and owner.ledger.broken is not None:
-            owner.error = errors.StaleTicketError(owner.ledger.broken)
-        elif not step.failed and step not in self._running:
-            self._begin(owner, step)
-        records = owner.records[bucket, device]
-        operation = Operation(request, instance, bucket, device, step.serial, pending=len(records))
-        self._operations[request] = operation
-        self._steps[request] = step
-        cache = self.devices[device]
-        cache.op_arrived()
-        if ticket == 0:
-            for record in records:
-                record.void = True
-        if step.failed:
-            self._fail_operations([operation])
-        elif skip:
-            if len(step.arrived) == 1:
-                owner.skipped += 1
-                self._warn(errors.SkippedStepWarning, f"optimizer {owner.name!r}: skipped a step with gradients that are not finite")
-            operation.handing_back = True
-            self._actions.append(HandBack(request))
-        else:
-            for record in records:
-                record.wanted_by = operation
-            for record in records:
-                self._want(record)
-            self._pump(cache)
+        self._operations.arrive(request, instance, bucket, device, run_id, ticket, skip, now_s)
+        self._settle()
 
     def read_done(self, record: Record, error: errors.OffloadError | None, now_s: float) -> None:
         """A record was read, or could not be."""
         self._now_s = now_s
         cache = self.devices[record.device]
         assert record.life is Life.READING and record.tier is not None, record
-        self._in_flight.pop(record.index, None)
-        cache.reading -= 1
-        self.placement.read_ends(record.tier, record.size_bytes, now_s, error is None)
-        if error is not None:
+        cache.reading -= self._arrives(record)
+        tier = record.tier
+        self.placement.read_ends(tier, record.size_bytes, now_s, error is None)
+        if error is not None and record.wanted_by is not None and record.void:
+            self.placement.forget(tier, record.size_bytes)  # it starts afresh: what was stored does not matter
+            error = None
+        if error is None:
+            record.tier, record.life = None, Life.READY
+            self._use_or_rest(record)
+        else:
             record.life = Life.STORED
             cache.release(record)
-            self._fail_instance(self.instances[record.instance], error)
-        else:
-            record.tier = None
             if record.wanted_by is not None:
-                record.life = Life.READY
-                self._start_update(record)
-            else:
-                record.life = Life.DIRTY
-                cache.remember(record)
-        self._pump(cache)
+                self._fail(self.instances[record.instance], error, record.wanted_by.serial)
+        if self.placement.tiers[tier].spec.capacity_bytes is not None:
+            self._unblock()
+        self._moving[cache] = None
+        self._settle()
 
     def write_done(self, record: Record, crc: int, error: errors.OffloadError | None, now_s: float) -> None:
         """A record was written out, or could not be."""
         self._now_s = now_s
         cache = self.devices[record.device]
         assert record.life is Life.WRITING and record.tier is not None, record
-        self._in_flight.pop(record.index, None)
-        cache.writing -= 1
+        cache.writing -= self._arrives(record)
         tier, record.crc = record.tier, crc
         self.placement.write_ends(tier, record.size_bytes, now_s, error is None)
         if error is None and record.wanted_by is None:
             record.life = Life.STORED
             cache.release(record)
-            self._pump_all(cache)
-            return
-        record.life, record.tier = Life.DIRTY, None
-        if error is None:
-            self.placement.forget(tier, record.size_bytes)  # wanted again while it was written: the slot is newer
         else:
-            self._retire(tier, error)
-        if record.wanted_by is not None:
-            self._start_update(record)
-        else:
-            cache.remember(record)
-        self._pump_all(cache, error)
+            if error is None:
+                self.placement.forget(tier, record.size_bytes)  # wanted again while it was written
+            else:
+                self._retire(tier, error)
+            record.tier = None
+            self._use_or_rest(record)
+        self._unblock()
+        self._moving[cache] = None
+        self._settle()
 
     def update_done(self, record: Record, adopted_leaves: Sequence[int], now_s: float) -> None:
         """The kernel has updated a record."""
@@ -233,26 +201,22 @@ class Scheduler:
         cache = self.devices[record.device]
         assert record.life is Life.UPDATING and record.wanted_by is not None, record
         operation = record.wanted_by
-        owner = self.instances[record.instance]
         cache.updating -= 1
-        record.life, record.wanted_by, record.void = Life.DIRTY, None, False
+        record.wanted_by, record.void = None, False
         record.serial = operation.serial
-        cache.touched(record)
-        operation.pending -= 1
-        operation.updating -= 1
-        if adopted_leaves and not operation.failed:
-            self._adopt(owner, operation, [owner.bucket_leaf(record.bucket, leaf) for leaf in adopted_leaves])
-        if operation.failed:
-            self._end_failed(operation)
-        elif operation.pending == 0:
-            self._complete(operation, operation.serial)
-        self._pump(cache)
+        self._use_or_rest(record)
+        if adopted_leaves:
+            owner = self.instances[record.instance]
+            self._operations.adopted(operation, [owner.bucket_leaf(record.bucket, leaf) for leaf in adopted_leaves])
+        self._operations.updated(operation)
+        self._moving[cache] = None
+        self._settle()
 
     def handed_back(self, request: int, now_s: float) -> None:
         """The old params are in the operation's results."""
         self._now_s = now_s
-        operation = self._operations[request]
-        self._complete(operation, POISON if operation.failed else operation.serial)
+        self._operations.handed_back(request)
+        self._settle()
 
     def tick(self, now_s: float) -> None:
         """Time passed: acts on stalls, on refused steps that never became whole, and on storage that gives no answer."""
@@ -260,98 +224,87 @@ class Scheduler:
         for cache in self.devices.values():
             if cache.stalled_since_s is not None and now_s >= cache.stalled_since_s + STALL_GRACE_S:
                 cache.stalled_since_s = now_s
-                self._pump(cache, desperate=True)
-        if self._doomed_since_s is not None and now_s >= self._doomed_since_s + DOOM_GRACE_S:
-            self._doomed_since_s = None
-            for owner in self.instances.values():
-                for step in owner.ledger.give_up_waiting():
-                    self._fail_held(step)
-        late = [i for i, start_s in self._in_flight.items() if now_s >= start_s + self.deadline_s]
-        for index in late:
-            del self._in_flight[index]
-            record = self.records[index]
-            assert record.tier is not None
-            name = self.placement.tiers[record.tier].spec.name
-            verb = "reading" if record.life is Life.READING else "writing"
-            cause = errors.DeadlineError(
-                f"tier {name!r} gave no answer for {self.deadline_s:g} s while {verb} {self.describe(record)}"
-            )
-            self.placement.tiers[record.tier].retired = True
-            for owner in self.instances.values():
-                self._fail_instance(owner, cause)
+                self._move(cache, desperate=True)
+        self._operations.give_up(now_s)
+        while self._in_flight and now_s >= next(iter(self._in_flight.values())) + self.deadline_s:
+            self._give_up(self.records[next(iter(self._in_flight))])
+        self._settle()
 
     def fail_all(self, cause: errors.OffloadError) -> None:
         """Ends everything that is open: the engine cannot go on."""
+        self._operations.fail_held()
         for owner in self.instances.values():
-            self._fail_instance(owner, cause)
+            self._fail(owner, cause)
+        self._settle()
 
-    # -- steps
+    # -- operations
 
-    def _begin(self, owner: Instance, step: Step) -> None:
-        if not self._running:
-            writes = sum(max(0, cache.records - len(cache.slots)) for cache in self.devices.values())
-            if any(not tier.retired for tier in self.placement.tiers):
-                self.placement.begin_phase(writes)
-        self._running.add(step)
-        owner.serials = [*owner.serials[-1:], step.serial]
-        if step.ticket == 0:
-            owner.error = None
-            owner.adopted_serials.clear()
+    def _settle(self) -> None:
+        """Ends an event: starts what may start, and moves every device that it concerned."""
+        while self._operations.ready or self._moving:
+            if self._operations.ready:
+                self._start(self._operations.ready.pop(0))
+            else:
+                cache = next(iter(self._moving))
+                del self._moving[cache]
+                self._move(cache)
 
-    def _complete(self, operation: Operation, ticket: int) -> None:
-        self._actions.append(Complete(operation.request, ticket))
-        self._ended(operation)
-
-    def _ended(self, operation: Operation) -> None:
+    def _start(self, operation: Operation) -> None:
+        cache = self.devices[operation.device]
         owner = self.instances[operation.instance]
-        step = self._steps.pop(operation.request)
-        del self._operations[operation.request]
-        self.devices[operation.device].op_ended()
-        if owner.ledger.completed(step):
-            if not step.failed:
-                owner.steps += 1
-            self._end_step(owner, step)
+        assert cache.slots, f"device {operation.device} has no slots"
+        self._begin_step(owner, operation)
+        cache.begin_turn(operation.instance, operation.serial)
+        records = owner.records[operation.bucket, operation.device]
+        for record in records:
+            record.asked = operation.serial
+            record.void = record.void or operation.fresh
+            if not operation.skip:
+                cache.ask(record, operation)
+            elif record.life is Life.DIRTY:
+                cache.wake(record)
+                cache.rest(record)
+        if operation.skip:
+            self._operations.hand_back(operation)
+        else:
+            operation.pending = len(records)
+            if not records:
+                self._operations.settle(operation)
+        self._moving[cache] = None
 
-    def _end_step(self, owner: Instance, step: Step) -> None:
-        self._running.discard(step)
-        if owner.adopted_leaves:
-            names = sorted(owner.adopted_leaves)
-            owner.adopted_leaves.clear()
-            owner.adopted += 1
-            if owner.foreign is not ForeignParams.ADOPT:
-                shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-                self._warn(
-                    errors.ForeignParamsWarning,
-                    f"optimizer {owner.name!r}: params were replaced from outside since the last update and were "
-                    f"adopted, their float32 remainders dropped: {shown}",
-                )
-        self._end_phase()
+    def _begin_step(self, owner: Instance, operation: Operation) -> None:
+        step = self._operations.step(operation)
+        if step.begun:
+            return
+        step.begun = True
+        if operation.skip:
+            owner.skipped += 1
+            self._operations.warn(
+                errors.SkippedStepWarning,
+                f"optimizer {owner.name!r}: skipped a step with gradients that are not finite",
+            )
+            return
+        owner.ran(step.serial)
+        outside = Counter(record.device for row in owner.records.values() for record in row if record.slot is None)
+        writes = sum(max(0, count - len(self.devices[device].free)) for device, count in outside.items())
+        if self._operations.others_run(operation):
+            self.placement.extend_phase(writes)
+        else:
+            self.placement.begin_phase(writes, self._now_s)
 
-    def _end_phase(self) -> None:
-        if not self._running:
-            self.placement.end_phase()
-            for cache in self.devices.values():
-                cache.end_phase()
-
-    def _doom(self, owner: Instance, step: Step, request: int) -> None:
-        step.held.append(request)
-        if owner.ledger.all_here(step):
-            self._fail_held(step)
-            if not any(other.ledger.waits() for other in self.instances.values()):
-                self._doomed_since_s = None
-        elif self._doomed_since_s is None:
-            self._doomed_since_s = self._now_s
-
-    def _fail_held(self, step: Step) -> None:
-        assert step.doomed is not None
-        self._actions.extend(Fail(request, step.doomed) for request in step.held)
-        step.held.clear()
+    def _fail(self, owner: Instance, cause: errors.OffloadError, serial: int | None = None) -> None:
+        self._operations.fail(owner, cause, serial)
+        self._moving.update(dict.fromkeys(self.devices.values()))
 
     # -- records
 
-    def _want(self, record: Record) -> None:
+    def _want(self, record: Record, operation: Operation) -> None:
         """An operation needs this record: a hit is updated at once, the others wait for a slot."""
+        if record.index in self._overdue:
+            self._fail(self.instances[record.instance], self._overdue[record.index], operation.serial)
+            return
         cache = self.devices[record.device]
+        record.wanted_by = operation
         if record.life is Life.STORED and record.void:
             assert record.tier is not None
             self.placement.forget(record.tier, record.size_bytes)
@@ -362,6 +315,7 @@ class Scheduler:
         else:
             self.hits += 1
             if record.life is Life.DIRTY:
+                cache.wake(record)
                 self._start_update(record)
 
     def _start_update(self, record: Record) -> None:
@@ -371,138 +325,123 @@ class Scheduler:
         record.life = Life.UPDATING
         operation.updating += 1
         self.devices[record.device].updating += 1
-        self._actions.append(Update(record, operation.request, fresh))
+        self._operations.actions.append(Update(record, operation.request, fresh))
 
-    def _pump(self, cache: DeviceCache, error: errors.OffloadError | None = None, desperate: bool = False) -> None:
-        """Moves a device on as far as it goes: free slots to waiting records, victims to tiers."""
-        while cache.free and cache.waiting:
-            self._fill(cache)
-        lacking = cache.waiting - cache.writing
-        while lacking > 0:
-            record = cache.victim(self._is_over, desperate or (cache.forced and cache.idle))
-            if record is None:
+    def _use_or_rest(self, record: Record) -> None:
+        """What is in the slot is whole: on to the kernel if an operation waits for it."""
+        if record.wanted_by is not None:
+            self._start_update(record)
+        else:
+            record.life = Life.DIRTY
+            self.devices[record.device].rest(record)
+
+    def _move(self, cache: DeviceCache, desperate: bool = False) -> None:
+        """Moves a device on as far as it goes: slots to waiting records, victims to tiers."""
+        while True:
+            while cache.free and cache.waiting:
+                self._fill(cache)
+            asked = cache.next_asked()
+            if asked is None:
                 break
-            tier = self.placement.choose_write(record.size_bytes)
-            if tier is None:
-                if not self.placement.can_write(record.size_bytes) and cache.idle:
-                    self._no_room(cache, record, error)
-                break
-            self._write(cache, record, tier)
-            desperate = False
-            lacking -= 1
+            self._want(*asked)
+        self._evict(cache, desperate)
         if cache.waiting == 0 or not cache.idle:
             cache.stalled_since_s = None
         elif cache.stalled_since_s is None:
             cache.stalled_since_s = self._now_s
 
-    def _pump_all(self, first: DeviceCache, error: errors.OffloadError | None = None) -> None:
-        """A tier's queue is shorter: the device whose write ended goes first, then those that wait for a tier."""
-        self._pump(first, error)
-        for cache in self.devices.values():
-            if cache is not first and cache.waiting:
-                self._pump(cache, error)
+    def _evict(self, cache: DeviceCache, desperate: bool) -> None:
+        """Writes out as many victims as records wait for a slot, as far as tiers pull."""
+        while cache.waiting > cache.writing:
+            record = cache.victim(desperate or self._may_evict_due(cache))
+            if record is None:
+                return
+            tier = self.placement.choose_write(record.size_bytes)
+            if tier is None:
+                self._blocked[cache] = None
+                if not self._in_flight and not self.placement.can_write(record.size_bytes):
+                    self._no_room(cache, record)
+                return
+            cache.wake(record)
+            self._write(cache, record, tier)
+            desperate = False
 
-    def _is_over(self, record: Record) -> bool:
-        return record.serial == self.instances[record.instance].ledger.latest
+    def _may_evict_due(self, cache: DeviceCache) -> bool:
+        """Where buckets come one by one there may be no other victim; more than keeps the tiers busy is a waste."""
+        return cache.forced and cache.updating == 0 and cache.reading + cache.writing < self._depth
 
     def _fill(self, cache: DeviceCache) -> None:
         record = cache.next_absent()
-        if record is None:
-            tier = self.placement.choose_read(cache.waiting_bytes())
-            record = cache.next_from(tier)
-        record.slot = cache.free.pop()
-        if record.life is Life.ABSENT:
+        if record is not None:
+            record.slot = cache.free.pop()
             self._start_update(record)
             return
+        tier = self.placement.choose_read(cache.waiting_bytes)
+        record = cache.next_from(tier)
+        record.slot = cache.free.pop()
         record.life = Life.READING
         cache.reading += 1
         self._in_flight[record.index] = self._now_s
-        self.placement.read_begins(tier, self._now_s)
-        self._actions.append(Read(record))
+        self.placement.read_begins(tier, record.size_bytes, self._now_s)
+        self._operations.actions.append(Read(record))
 
     def _write(self, cache: DeviceCache, record: Record, tier: int) -> None:
         record.life, record.tier = Life.WRITING, tier
         cache.writing += 1
         self._in_flight[record.index] = self._now_s
         self.placement.write_begins(tier, record.size_bytes, self._now_s)
-        self._actions.append(Write(record))
+        self._operations.actions.append(Write(record))
 
-    # -- failures
+    # -- tiers
+
+    def _arrives(self, record: Record) -> int:
+        """The record's I/O ended; returns 0 if it had been given up, else 1."""
+        self._in_flight.pop(record.index, None)
+        return 0 if self._overdue.pop(record.index, None) else 1
+
+    def _unblock(self) -> None:
+        """A tier may take more: devices that wait for one go on, in the order in which they began to."""
+        self._moving.update(self._blocked)
+        self._blocked.clear()
+
+    def _give_up(self, record: Record) -> None:
+        """Storage gives no answer. The slot stays with the request, which may still write to it or read from it."""
+        assert record.tier is not None
+        reading = record.life is Life.READING
+        name = self.placement.tiers[record.tier].spec.name
+        cause = errors.DeadlineError(
+            f"tier {name!r} gave no answer for {self.deadline_s:g} s while {'reading' if reading else 'writing'} "
+            f"{self.describe(record)}"
+        )
+        del self._in_flight[record.index]
+        self._overdue[record.index] = cause
+        cache = self.devices[record.device]
+        if reading:
+            cache.reading -= 1
+        else:
+            cache.writing -= 1
+        self._retire(record.tier, cause)
+        if record.wanted_by is not None:
+            self._fail(self.instances[record.instance], cause, record.wanted_by.serial)
+        self._moving.update(dict.fromkeys(self.devices.values()))
 
     def _retire(self, tier: int, error: errors.OffloadError) -> None:
-        state = self.placement.tiers[tier]
-        if state.retired:
+        if self.placement.tiers[tier].retired:
             return
-        state.retired = True
-        live = [other.spec.name for other in self.placement.tiers if not other.retired]
-        if live:
-            self._warn(errors.TierWarning, f"{error}; the tier is retired, writes go to {', '.join(live)}")
+        live = self.placement.retire(tier)
+        self._tier_errors.append(error)
+        rest = f"writes go to {', '.join(live)}" if live else "no other is left to write to"
+        self._operations.warn(errors.TierWarning, f"{error}; the tier is retired, {rest}")
 
-    def _no_room(self, cache: DeviceCache, record: Record, error: errors.OffloadError | None) -> None:
+    def _no_room(self, cache: DeviceCache, record: Record) -> None:
         """No tier takes records any more: whoever waits for a slot of this device fails."""
-        cause = error or errors.TierError(
-            f"no tier has room for {record.size_bytes} bytes of {self.describe(record)}; give the store another tier, "
-            "more capacity or more host_memory"
-        )
-        for number in {op.instance for op in self._operations.values() if op.device == cache.ordinal and op.pending}:
-            self._fail_instance(self.instances[number], cause)
-
-    def _adopt(self, owner: Instance, operation: Operation, leaves: list[str]) -> None:
-        owner.adopted_leaves.update(leaves)
-        if operation.serial not in owner.adopted_serials:
-            owner.adopted_serials = [*owner.adopted_serials[-1:], operation.serial]
-        previous = owner.serials[0] if len(owner.serials) == 2 else 0
-        twice = operation.serial == owner.serials[-1] and previous in owner.adopted_serials
-        if owner.foreign is ForeignParams.ERROR or (owner.foreign is ForeignParams.WATCH and twice):
-            again = "again " if twice else ""
-            cause = errors.ForeignParamsError(
-                f"optimizer {owner.name!r}: 16-bit params ({', '.join(leaves[:4])}) are {again}not what the last update "
-                "left. A transform after jmo's optimizer changes its updates; move it in front, or wrap the whole chain "
-                "in jmo.offload. If params are meant to be replaced before each update, pass foreign_params='adopt'"
+        if self._tier_errors and all(tier.retired for tier in self.placement.tiers):
+            cause = self._tier_errors[-1]
+        else:
+            earlier = f" (retired before: {self._tier_errors[0]})" if self._tier_errors else ""
+            cause = errors.TierError(
+                f"no tier has room for {record.size_bytes} bytes of {self.describe(record)}; give the store another "
+                f"tier, more capacity or more host_memory{earlier}"
             )
-            self._fail_instance(owner, cause, at_once=len(owner.devices) == 1)
-
-    def _fail_instance(self, owner: Instance, cause: errors.OffloadError, at_once: bool = False) -> None:
-        """Ends an optimizer's open operations; its steps are refused from here on, until it starts afresh."""
-        operations = [op for op in self._operations.values() if op.instance == owner.number and not op.failed]
-        for step in {self._steps[op.request] for op in operations}:
-            owner.ledger.fail(step, str(cause))
-            self._running.discard(step)
-        owner.ledger.fail_open(str(cause))
-        if not operations:
-            owner.ledger.broken = owner.ledger.broken or str(cause)
-        owner.error = owner.error or cause
-        self._fail_operations(operations, at_once)
-        self._end_phase()
-
-    def _fail_operations(self, operations: list[Operation], at_once: bool = False) -> None:
-        for operation in operations:
-            operation.failed = True
-            operation.poisoned = not at_once
-            cache = self.devices[operation.device]
-            for record in self.instances[operation.instance].records[operation.bucket, operation.device]:
-                if record.wanted_by is operation and record.life is not Life.UPDATING:
-                    cache.drop(record)
-                    record.wanted_by = None
-        for operation in operations:
-            if operation.updating == 0:
-                self._end_failed(operation)
-
-    def _end_failed(self, operation: Operation) -> None:
-        """Ends a failed operation once no kernel works for it."""
-        if operation.poisoned:
-            if operation.updating == 0 and not operation.handing_back:
-                operation.handing_back = True
-                self._actions.append(HandBack(operation.request))
-            return
-        # Raised at once (one device): not before every kernel of the step is done, since XLA then takes its buffers.
-        owner = self.instances[operation.instance]
-        together = [op for op in self._operations.values() if op.instance == owner.number and op.failed]
-        if any(op.updating for op in together):
-            return
-        for op in together:
-            self._actions.append(Fail(op.request, str(owner.error)))
-            self._ended(op)
-
-    def _warn(self, category: type[Warning], message: str) -> None:
-        self._actions.append(Warn(category, message))
+        for number in {waiting.instance for waiting in cache.waiting_records()}:
+            self._fail(self.instances[number], cause)

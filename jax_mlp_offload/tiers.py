@@ -124,7 +124,7 @@ class Folder:
                 str(root),
             ) from error
         self._owner: dict[tuple[str, int], pathlib.Path] = {}
-        self._spare: dict[int, list[pathlib.Path]] = {}
+        self._spare: dict[int, dict[pathlib.Path, None]] = {}  # by size; ordered sets
 
     def add_array(self, name: str, records: int, record_bytes: int) -> None:
         """Makes the Zarr array of one bucket on one device."""
@@ -152,9 +152,11 @@ class Folder:
         key = (name, index)
         target = self.path / name / "c" / str(index) / "0"
         if key not in self._owner:
-            spare = self._spare.get(record_bytes)
-            if spare:
-                os.rename(spare.pop(), target)
+            spare = self._spare.get(record_bytes, {})
+            if target in spare:
+                del spare[target]  # its own file of before: else a rename would put another over it
+            elif spare:
+                os.rename(spare.popitem()[0], target)
             self._owner[key] = target
         return str(target)
 
@@ -166,7 +168,7 @@ class Folder:
         """The record lives elsewhere now: its file may be taken over."""
         target = self._owner.pop((name, index), None)
         if target is not None and target.exists():
-            self._spare.setdefault(record_bytes, []).append(target)
+            self._spare.setdefault(record_bytes, {})[target] = None
 
     def close(self) -> None:
         """Removes the folder and frees its lock. Idempotent."""

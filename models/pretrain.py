@@ -215,7 +215,7 @@ def offloaded_optimizer(settings: Settings, config: Config, mesh: Mesh) -> Itera
                 flush=store.flush,
                 host_memory=settings.host_memory or format_bytes(third),
             )
-    except jmo.OffloadError as error:
+    except (jmo.OffloadError, jax.errors.JaxRuntimeError) as error:
         raise RunError(str(error)) from error
 
 

@@ -235,8 +235,8 @@ JMO_INLINE Bf16Element<Bits> finished_bf16(Bits param, Float master, Float updat
   return {next, stored, fits ? rest & 0xFFFFu : Bits{}};
 }
 
-void finish_bf16(const u16u* param, const float* master, const float* update, uint16_t* next,
-                 uint16_t* stored, u16u* remainder, int n) {
+void finish_bf16(const u16u* param, const f32u* master, const float* update, uint16_t* next, uint16_t* stored,
+                 u16u* remainder, int n) {
   JMO_LOOP
   for (int i = 0; i < n; ++i) {
     const float before = master[i];
@@ -247,7 +247,7 @@ void finish_bf16(const u16u* param, const float* master, const float* update, ui
   }
 }
 
-void add(const float* a, const float* b, float* sum, int n) {
+void add(const f32u* a, const float* b, float* sum, int n) {
   JMO_LOOP
   for (int i = 0; i < n; ++i) sum[i] = a[i] + b[i];
 }

@@ -1,0 +1,45 @@
+"""Eight CPU devices for every test, and no store left open by one."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run tests that take more than a minute or much memory")
+    parser.addoption("--replay-seed", type=int, default=None, help="run only this seed of the scheduler's simulation")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="takes long or much memory; run with --slow"))
+
+
+@pytest.fixture(autouse=True)
+def _no_store_left_open():
+    from jax_mlp_offload.store import live_stores
+
+    before = set(live_stores())
+    yield
+    left = [store for store in live_stores() if store not in before]
+    for store in left:
+        store._close_quietly()
+    gc.collect()
+    assert not left, f"a test left stores open: {left}"
+
+
+@pytest.fixture
+def two_tiers(tmp_path):
+    """Two directories for tiers."""
+    paths = [tmp_path / "nvme", tmp_path / "pfs"]
+    for path in paths:
+        path.mkdir()
+    return [str(path) for path in paths]
