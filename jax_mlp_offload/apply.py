@@ -23,7 +23,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
         if param is None:
             return None
         param = jnp.asarray(param)
-        kind = jnp.promote_types(param.dtype, jnp.asarray(update).dtype)
-        return (param.astype(kind) + jnp.asarray(update).astype(kind)).astype(param.dtype)
+        return (param + update).astype(param.dtype)
 
-    return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)

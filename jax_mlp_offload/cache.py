@@ -7,9 +7,9 @@ record is used once, so the one just updated is the one whose next use is furthe
 order; least-recently-used would evict each record just before its use). Records that are due go only where nothing else
 can make progress.
 
-The other orders are there for comparison. They take records strictly in the order of the model, a window at a time, and
-evict the least recently used one, due or not: ``SEQUENTIAL`` is ZeRO-Infinity's, ``ALTERNATING`` turns round at each
-step, as MLP-Offload does (arXiv 2509.02480, section 3.4).
+The other orders are there for comparison. They begin when all of a step's operations have come (or no more seem to),
+take records strictly in the order of the model, a window at a time, and evict the least recently used one, due or not:
+``SEQUENTIAL`` is ZeRO-Infinity's, ``ALTERNATING`` turns round at each step, as MLP-Offload does (arXiv 2509.02480).
 
 Every call costs the same however many records there are, except ``begin_turn``: once a step, in proportion to the slots.
 Pure; used by the scheduler's thread only.
@@ -46,6 +46,7 @@ class DeviceCache:
         self.reading = 0
         self.writing = 0
         self.updating = 0
+        self.stuck = 0  # slots whose read or write was given up, but may go on
         self.waiting = 0  # records that need a slot
         self.waiting_bytes: dict[int, int] = {}  # bytes that wait to be read, by tier
         self.stalled_since_s: float | None = None
@@ -59,6 +60,7 @@ class DeviceCache:
         self._due: OrderedDict[int, Record] = OrderedDict()
         self._idle: OrderedDict[int, Record] = OrderedDict()
         self._begun: dict[int, deque[int]] = {}  # serials of each optimizer's last steps here
+        self._to_come: dict[int, int] = {}  # operations that the step of each optimizer still lacks
         self._backwards = False
         self._open_ops = 0
         self._phase_ops = 0
@@ -76,12 +78,20 @@ class DeviceCache:
 
     # -- steps and operations
 
-    def begin_turn(self, instance: int, serial: int) -> None:
-        """The first operation of a new step of an optimizer came: its records are due again."""
+    def begin_turn(self, instance: int, serial: int, operations: int) -> None:
+        """An operation starts; if it is the first of a new step of its optimizer, the records are due again.
+
+        Args:
+          instance: the optimizer.
+          serial: the step.
+          operations: how many of them the step has on this device.
+        """
+        self._to_come[instance] = self._to_come.get(instance, 0) - 1
         begun = self._begun.setdefault(instance, deque(maxlen=IDLE_STEPS))
         if begun and begun[-1] >= serial:
             return
         begun.append(serial)
+        self._to_come[instance] = operations - 1
         self._backwards = self.order is Order.ALTERNATING and not self._backwards
         self._learn()
         horizon = begun[0] if len(begun) == IDLE_STEPS else 0
@@ -123,10 +133,24 @@ class DeviceCache:
             key = (operation.serial, sign * record.bucket, sign * record.subgroup)
         heapq.heappush(self._asked, (key, next(self._arrivals), record, operation))
 
-    def next_asked(self) -> tuple[Record, Operation] | None:
-        """The record to start with next; resident-first starts with all, hits and misses."""
-        if not self._asked or (self.order is not Order.RESIDENT_FIRST and self.waiting >= self._window):
+    @property
+    def pending(self) -> int:
+        """Records that are asked for and neither in use nor on their way."""
+        return self.waiting + len(self._asked)
+
+    def next_asked(self, desperate: bool) -> tuple[Record, Operation] | None:
+        """The record to start with next; resident-first starts with all, hits and misses.
+
+        Args:
+          desperate: whether to begin though operations are missing.
+        """
+        if not self._asked:
             return None
+        if self.order is not Order.RESIDENT_FIRST:
+            if desperate or self.forced:
+                self._to_come.clear()
+            if self.waiting >= self._window or any(count > 0 for count in self._to_come.values()):
+                return None
         _, _, record, operation = heapq.heappop(self._asked)
         return record, operation
 
@@ -195,6 +219,10 @@ class DeviceCache:
         for group in (self._over, self._due, self._idle):
             if group.pop(record.index, None) is not None:
                 return
+
+    def resting(self) -> set[int]:
+        """Indices of all records that rest."""
+        return {*self._over, *self._due, *self._idle}
 
     def victim(self, due_too: bool) -> Record | None:
         """The record to write out next; None if there is none that may go.

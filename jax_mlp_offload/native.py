@@ -23,6 +23,7 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 crc32c = _native.crc32c
 read_file = _native.read_file
 measure_stream = _native.measure_stream
+time_kernel = _native.time_kernel
 now_s = _native.now_s
 inject_fault = _native.inject_fault
 clear_faults = _native.clear_faults

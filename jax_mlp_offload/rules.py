@@ -29,6 +29,10 @@ class Rule(Protocol):
     kind: str
     mask: Any
 
+    @property
+    def decays(self) -> bool:
+        """Whether the rule has weight decay."""
+
     def layout(self, dtype: str) -> Layout:
         """The record of params of this dtype."""
 
@@ -104,6 +108,11 @@ class AdamRule:
         _dtype_name(self.mu_dtype, "mu_dtype")
         _dtype_name(self.nu_dtype, "nu_dtype")
 
+    @property
+    def decays(self) -> bool:
+        """adamw does, adam does not."""
+        return self.weight_decay is not None
+
     def layout(self, dtype: str) -> Layout:
         """[mu | nu | master]."""
         mu, nu = _dtype_name(self.mu_dtype, "mu_dtype"), _dtype_name(self.nu_dtype, "nu_dtype")
@@ -173,6 +182,11 @@ class SgdRule:
     @property
     def _mu(self) -> str:
         return _dtype_name(self.accumulator_dtype, "accumulator_dtype")
+
+    @property
+    def decays(self) -> bool:
+        """Never."""
+        return False
 
     def layout(self, dtype: str) -> Layout:
         """[momentum | master]."""

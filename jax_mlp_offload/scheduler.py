@@ -254,7 +254,7 @@ class Scheduler:
         owner = self.instances[operation.instance]
         assert cache.slots, f"device {operation.device} has no slots"
         self._begin_step(owner, operation)
-        cache.begin_turn(operation.instance, operation.serial)
+        cache.begin_turn(operation.instance, operation.serial, len(owner.records) // len(owner.devices))
         records = owner.records[operation.bucket, operation.device]
         for record in records:
             record.asked = operation.serial
@@ -340,12 +340,12 @@ class Scheduler:
         while True:
             while cache.free and cache.waiting:
                 self._fill(cache)
-            asked = cache.next_asked()
+            asked = cache.next_asked(desperate)
             if asked is None:
                 break
             self._want(*asked)
         self._evict(cache, desperate)
-        if cache.waiting == 0 or not cache.idle:
+        if cache.pending == 0 or not cache.idle:
             cache.stalled_since_s = None
         elif cache.stalled_since_s is None:
             cache.stalled_since_s = self._now_s
@@ -355,6 +355,8 @@ class Scheduler:
         while cache.waiting > cache.writing:
             record = cache.victim(desperate or self._may_evict_due(cache))
             if record is None:
+                if cache.stuck == len(cache.slots):
+                    self._fail_waiting(cache, next(c for i, c in self._overdue.items() if self._lives_on(i, cache)))
                 return
             tier = self.placement.choose_write(record.size_bytes)
             if tier is None:
@@ -397,7 +399,9 @@ class Scheduler:
     def _arrives(self, record: Record) -> int:
         """The record's I/O ended; returns 0 if it had been given up, else 1."""
         self._in_flight.pop(record.index, None)
-        return 0 if self._overdue.pop(record.index, None) else 1
+        late = self._overdue.pop(record.index, None) is not None
+        self.devices[record.device].stuck -= late
+        return 0 if late else 1
 
     def _unblock(self) -> None:
         """A tier may take more: devices that wait for one go on, in the order in which they began to."""
@@ -416,6 +420,7 @@ class Scheduler:
         del self._in_flight[record.index]
         self._overdue[record.index] = cause
         cache = self.devices[record.device]
+        cache.stuck += 1
         if reading:
             cache.reading -= 1
         else:
@@ -443,5 +448,11 @@ class Scheduler:
                 f"no tier has room for {record.size_bytes} bytes of {self.describe(record)}; give the store another "
                 f"tier, more capacity or more host_memory{earlier}"
             )
-        for number in {waiting.instance for waiting in cache.waiting_records()}:
+        self._fail_waiting(cache, cause)
+
+    def _fail_waiting(self, cache: DeviceCache, cause: errors.OffloadError) -> None:
+        for number in {record.instance for record in cache.waiting_records()}:
             self._fail(self.instances[number], cause)
+
+    def _lives_on(self, index: int, cache: DeviceCache) -> bool:
+        return self.records[index].device == cache.ordinal

@@ -64,9 +64,11 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> tuple[Mes
     return mesh, tuple(specs)
 
 
-def specs_of_leaves(leaves: Sequence[Any]) -> tuple[Mesh, tuple[PartitionSpec, ...]] | None:
+def specs_of_leaves(
+    leaves: Sequence[Any], mesh: Mesh | None = None
+) -> tuple[Mesh, tuple[PartitionSpec, ...]] | None:
     """Specs that the leaves carry themselves: concrete arrays on a mesh, or types on Explicit axes; None if not."""
-    shardings = [_sharding(leaf) for leaf in leaves]
+    shardings = [_sharding(leaf, mesh) for leaf in leaves]
     named = [s for s in shardings if isinstance(s, NamedSharding)]
     if not named or named[0].mesh.size == 1:
         return None
@@ -75,16 +77,25 @@ def specs_of_leaves(leaves: Sequence[Any]) -> tuple[Mesh, tuple[PartitionSpec, .
     return mesh, specs  # type: ignore[return-value]
 
 
-def _sharding(leaf: Any) -> Any:
+def _sharding(leaf: Any, known: Mesh | None) -> Any:
     if isinstance(leaf, jax.core.Tracer):
         sharding = jax.typeof(leaf).sharding
         mesh = sharding.mesh
         explicit = not mesh.empty and all(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
         if not explicit:
             return None
-        concrete = jax.sharding.get_mesh()
-        return None if concrete.empty else NamedSharding(concrete, sharding.spec)
+        return NamedSharding(known or _concrete(mesh), sharding.spec)
     return getattr(leaf, "sharding", None)
+
+
+def _concrete(mesh: Any) -> Mesh:
+    """The mesh of an Explicit type has no devices: it is taken to be over all of them, in their order."""
+    if mesh.size != jax.device_count():
+        raise ValueError(
+            f"the params' types name a mesh of {mesh.size} devices, but there are {jax.device_count()}; pass mesh= to the "
+            "optimizer, or call init with the sharded arrays"
+        )
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def resolve(

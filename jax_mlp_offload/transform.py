@@ -106,7 +106,9 @@ def offloaded(rule: Rule, options: Options) -> optax.GradientTransformationExtra
         if not leaves:
             return updates, OffloadState(optax.safe_increment(state.count), state.ticket)
         binding = _bind(rule, options, leaves, treedef, shaped, params is not None)
-        return _update(rule, options, binding, grads, state, [leaf for _, leaf in leaves])
+        # our own arithmetic mixes Python numbers, counts and float32 on purpose
+        with jax.numpy_dtype_promotion("standard"):
+            return _update(rule, options, binding, grads, state, [leaf for _, leaf in leaves])
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -173,20 +175,17 @@ def _declare(leaves: Sequence[tuple[str, Any]], options: Options, params: Any) -
                 "out with optax.masked or optax.partition"
             )
     arrays = [leaf for _, leaf in leaves]
-    given = shardings.specs_of_leaves(arrays)
     if options.param_specs is not None:
         given = shardings.specs_of_tree(options.param_specs, params, options.mesh)
-    if given is not None or not _tracing(arrays):
+    else:
+        given = shardings.specs_of_leaves(arrays, options.mesh)
+    concrete = [leaf for leaf in arrays if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+    if given is not None or concrete:
         shardings.resolve(options.mesh, given, arrays, [path for path, _ in leaves], None)
     device = None
-    concrete = [leaf for leaf in arrays if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     if given is None and concrete and len(concrete[0].devices()) == 1:
         device = next(iter(concrete[0].devices())).id
     return Declared(_fingerprint(leaves), given, device)
-
-
-def _tracing(arrays: Sequence[Any]) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
 
 
 def _check_gradients(grads: Sequence[Any], leaves: Sequence[tuple[str, Any]]) -> None:
@@ -206,12 +205,14 @@ def _bind(
     key = _key(rule, options, leaves)
     declared = _declared(rule, options, leaves, key, have_params)
     paths = [path for path, _ in leaves]
-    given = shardings.specs_of_leaves([leaf for _, leaf in leaves]) or declared.given
     if options.param_specs is not None:
         given = shardings.specs_of_tree(options.param_specs, shaped, options.mesh)
+    else:
+        seen = options.mesh or (declared.given and declared.given[0])
+        given = shardings.specs_of_leaves([leaf for _, leaf in leaves], seen) or declared.given
     layout = shardings.resolve(options.mesh, given, [leaf for _, leaf in leaves], paths, declared.device)
     flags = jax.tree.leaves(decay_flags(rule.mask, shaped))
-    decays = [bool(flag) and rule.needs_params("float32", True) for flag in flags]
+    decays = [bool(flag) and rule.decays for flag in flags]
     dtypes = [dtype for _, _, dtype in declared.leaves]
     if not have_params and any(map(rule.needs_params, dtypes, decays)):
         raise ValueError(

@@ -79,9 +79,7 @@ def train_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainStat
     return state.apply_gradients(grads=grads), loss
 
 
-def synthetic_batch(
-    step: int, *, batch: int = 64, inputs: int = 32, seed: int = 0
-) -> tuple[jax.Array, jax.Array]:
+def synthetic_batch(step: int, *, batch: int = 64, inputs: int = 32, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     """Returns `x [batch, inputs]` and `y [batch, 1]` of a fixed smooth function, both float32."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     x = jax.random.normal(key, (batch, inputs), jnp.float32)

@@ -272,9 +272,7 @@ def train(settings: Settings, label: str, out: Path, console: Console, interrupt
     result = Result(label)
     opened = offloaded_optimizer(settings, config, mesh) if label == "jmo" else plain_optimizer(settings)
     with opened as optimizer:
-        state = training.init_state(
-            config, optimizer.tx, mesh, seed=settings.seed, state_dtype=optimizer.state_dtype
-        )
+        state = training.init_state(config, optimizer.tx, mesh, seed=settings.seed, state_dtype=optimizer.state_dtype)
         step_fn = training.make_train_step(config, optimizer.tx, mesh, state, clip_norm=settings.clip_norm)
         with Reporter(console, out, label, settings.steps) as reporter:
             for step in range(settings.steps):

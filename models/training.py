@@ -97,9 +97,12 @@ def init_state(
       state_dtype: dtype of the parameters in the state, `config.param_dtype` or float32.
     """
     shardings = _param_shardings(config, mesh)
-    key = jax.random.key(seed)
-    params = jax.jit(lambda key: transformer.init_params(config, key), out_shardings=shardings)(key)
-    params = jax.tree.map(lambda leaf: leaf.astype(state_dtype), params)
+
+    def init(key: jax.Array) -> Params:
+        weights: Params = jax.tree.map(lambda leaf: _widen(leaf, state_dtype), transformer.init_params(config, key))
+        return weights
+
+    params = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
 
     def place(leaf: jax.Array) -> jax.Array:
         sharding = leaf.sharding

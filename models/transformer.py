@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 Params: TypeAlias = dict[Any, Any]
@@ -250,16 +250,14 @@ def count_params(config: Config) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
 
 
-def apply(
-    config: Config, params: Params, tokens: jax.Array, sharding: NamedSharding | None = None
-) -> jax.Array:
+def apply(config: Config, params: Params, tokens: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
     """Returns float32 logits `[batch, seq, vocab]`; a pure function of its arguments."""
     abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     logits: jax.Array = nnx.merge(nnx.graphdef(abstract), params)(tokens, sharding)
     return logits
 
 
-def param_specs(model: Config | Params, mesh: Mesh, axis: str = FSDP_AXIS) -> Params:
+def param_specs(model: Config | Params, mesh: Mesh | AbstractMesh, axis: str = FSDP_AXIS) -> Params:
     """Returns a tree of `PartitionSpec`s that shards each matrix over one mesh axis (FSDP).
 
     Args:

@@ -6,7 +6,7 @@ Runs that need the library skip where it does not import; everything else runs w
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -34,7 +34,9 @@ SINGLE = dataclasses.replace(CONFIG, layers=1)
 TOKENS = np.random.default_rng(0).integers(0, 256, size=(2, 12)).astype(np.int32)
 
 
-def logits_of(config: transformer.Config, params: transformer.Params, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def logits_of(
+    config: transformer.Config, params: transformer.Params, tokens: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
     """Applies the model, compiled once a config."""
     return np.asarray(_apply(config, params, tokens))
 
@@ -43,11 +45,12 @@ _apply = jax.jit(transformer.apply, static_argnums=0)
 
 
 def library_is_there() -> bool:
-    """Whether `jax_mlp_offload` imports and has a `Store`; asked in a process of its own."""
-    if importlib.util.find_spec("jax_mlp_offload") is None:
+    """Whether `jax_mlp_offload`, with its extension, imports."""
+    try:
+        library = importlib.import_module("jax_mlp_offload")
+    except ImportError:
         return False
-    probe = "import jax_mlp_offload as jmo; jmo.Store, jmo.adamw, jmo.OffloadError"
-    return subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
+    return all(hasattr(library, name) for name in ("Store", "adamw", "OffloadError"))
 
 
 def run_pretrain(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -114,7 +117,7 @@ class TestTransformer:
 
     def test_remat_changes_no_gradient(self, params: transformer.Params) -> None:
         def loss(params: transformer.Params, config: transformer.Config) -> jax.Array:
-            return jnp.square(transformer.apply(config, params, TOKENS)).mean()
+            return jnp.square(transformer.apply(config, params, jnp.asarray(TOKENS))).mean()
 
         gradient = jax.jit(jax.grad(loss), static_argnums=1)
         single = {**params, "blocks": {0: params["blocks"][0]}}
@@ -142,7 +145,7 @@ class TestTransformer:
         mesh = jax.sharding.AbstractMesh((devices,), ("fsdp",))
         params = transformer.abstract_params(transformer.preset("tiny"))
         specs = transformer.param_specs(params, mesh)
-        assert jax.tree.structure(params) == jax.tree.structure(specs)
+        assert jax.tree.map(lambda _: 0, params) == jax.tree.map(lambda _: 0, specs)
         sharded = 0
         for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True):
             axes = [axis for axis in spec if axis is not None]
@@ -157,7 +160,7 @@ class TestTransformer:
 
     def test_specs_refuse_a_mesh_without_the_axis(self) -> None:
         mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-        with pytest.raises(ValueError, match="data.*fsdp"):
+        with pytest.raises(ValueError, match=r"data.*fsdp"):
             transformer.param_specs(CONFIG, mesh)
 
     @pytest.mark.parametrize(
@@ -175,13 +178,13 @@ class TestTraining:
         config = dataclasses.replace(SINGLE, param_dtype=jnp.bfloat16)
         mesh = training.make_mesh(1)
         keep = optax.GradientTransformation(
-            lambda params: jax.tree.map(jnp.zeros_like, params),
+            jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params)),
             lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
         )
         state = training.init_state(config, keep, mesh, seed=0, state_dtype=jnp.float32)
-        masters = jax.tree.map(lambda leaf: leaf * (1 + 2.0**-10), state.params)
-        weights = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.bfloat16), masters)
-        state = training.TrainState(masters, state.opt_state)
+        masters = jax.tree.map(lambda leaf: np.asarray(leaf) * np.float32(1 + 2.0**-10), state.params)
+        weights = jax.tree.map(lambda leaf: jax.device_put(leaf.astype(jnp.bfloat16)), masters)
+        state = training.TrainState(jax.tree.map(jax.device_put, masters), state.opt_state)
         step = training.make_train_step(config, keep, mesh, state)
         tokens = training.place_batch(TOKENS, mesh)
         state, loss = step(state, tokens)
@@ -190,10 +193,10 @@ class TestTraining:
         narrow, expected = training.make_train_step(config, keep, mesh, narrow)(narrow, tokens)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
         for wide, bf16 in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(narrow.opt_state), strict=True):
-            assert wide.dtype == jnp.float32
-            assert bf16.dtype == jnp.bfloat16
-            np.testing.assert_array_equal(wide, wide.astype(jnp.bfloat16).astype(jnp.float32))
-            np.testing.assert_allclose(wide, bf16.astype(jnp.float32), rtol=2**-6, atol=1e-5)
+            assert (wide.dtype, bf16.dtype) == (jnp.float32, jnp.bfloat16)
+            wide_values, values = np.asarray(wide), np.asarray(bf16).astype(np.float32)
+            np.testing.assert_array_equal(wide_values, wide_values.astype(jnp.bfloat16).astype(np.float32))
+            np.testing.assert_allclose(wide_values, values, rtol=2**-6, atol=1e-5)
 
     def test_the_schedule_warms_up_then_falls_to_a_tenth(self) -> None:
         learning_rate = training.schedule(1.0, warmup=4, steps=20)
@@ -225,7 +228,8 @@ class TestData:
         batch = first.batch(3, batch=4, seq=16, seed=1)
         assert batch.shape == (4, 17)
         assert batch.dtype == np.int32
-        assert 0 <= batch.min() and batch.max() <= 255
+        assert batch.min() >= 0
+        assert batch.max() <= 255
         np.testing.assert_array_equal(batch, second.batch(3, batch=4, seq=16, seed=1))
         assert (batch != first.batch(4, batch=4, seq=16, seed=1)).any()
         assert (batch != first.batch(3, batch=4, seq=16, seed=2)).any()

@@ -52,4 +52,8 @@ struct StreamResult {
 };
 StreamResult measure_stream(size_t bytes, int threads, int repeats);
 
+// Best of `repeats` passes of Adam over `elements` pre-touched elements with f32 moments, in seconds, without I/O or XLA.
+// `param` and `grad` are DTypes as numbers. For benchmarks.
+double time_kernel(int64_t elements, int param, int grad, int threads, int repeats, bool decay);
+
 }  // namespace jmo

@@ -175,10 +175,16 @@ void bind_tools(nb::module_& m) {
   m.def(
       "measure_stream",
       [](size_t bytes, int threads, int repeats) {
-        const StreamResult result = measure_stream(bytes, threads, repeats);
+        StreamResult result;
+        {
+          nb::gil_scoped_release release;
+          result = measure_stream(bytes, threads, repeats);
+        }
         return nb::make_tuple(result.triad_bps, result.copy_bps, result.update_bps);
       },
-      nb::arg("bytes"), nb::arg("threads"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+      nb::arg("bytes"), nb::arg("threads"), nb::arg("repeats"));
+  m.def("time_kernel", &time_kernel, nb::arg("elements"), nb::arg("param"), nb::arg("grad"), nb::arg("threads"),
+        nb::arg("repeats"), nb::arg("decay"), nb::call_guard<nb::gil_scoped_release>());
   m.def("isa_in_use", &isa_in_use);
   m.def("force_isa", &force_isa);
   m.def("now_s", &now_s);

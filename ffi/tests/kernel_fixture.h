@@ -27,11 +27,11 @@ class Random {
   }
   // Mostly of ordinary size; now and then any bit pattern, or one from the edges.
   float value() {
-    static const uint32_t kEdges[] = {0x00000000u, 0x80000000u, 0x7F800000u, 0xFF800000u, 0x7FC00000u,
-                                      0xFFC00001u, 0x7F800001u, 0x00000001u, 0x807FFFFFu, 0x00800000u,
-                                      0x7F7F0000u, 0x7F7FFFFFu, 0xFF7F8000u, 0x3F808000u, 0x3F818000u,
-                                      0x33000000u, 0x38800000u, 0x387FE000u, 0x477FE000u, 0x477FF000u,
-                                      0x477FEFFFu, 0x33000001u, 0x3F800000u, 0xBF7FFFFFu};
+    static const uint32_t kEdges[] = {
+        0x00000000u, 0x80000000u, 0x7F800000u, 0xFF800000u, 0x7FC00000u, 0xFFC00001u, 0x7F800001u,
+        0x00000001u, 0x807FFFFFu, 0x00800000u, 0x7F7F0000u, 0x7F7FFFFFu, 0xFF7F8000u, 0x3F808000u,
+        0x3F818000u, 0x33000000u, 0x38800000u, 0x387FE000u, 0x477FE000u, 0x477FF000u, 0x477FEFFFu,
+        0x33000001u, 0xFFFFFFFFu, 0x7FFFFFFFu, 0x3F800000u, 0xBF7FFFFFu};
     const uint32_t choice = bits() % 64;
     if (choice < 3) return reference::float_of(kEdges[bits() % (sizeof kEdges / sizeof *kEdges)]);
     if (choice == 3) return reference::float_of(bits());

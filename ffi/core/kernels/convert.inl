@@ -88,6 +88,21 @@ JMO_INLINE void load(const u16u* from, VUint& value) {
   value = __builtin_convertvector(halves, VUint);
 #endif
 }
+JMO_INLINE void load_signed(const u16u* from, uint32_t& value) {
+  value = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(*from)));
+}
+JMO_INLINE void load_signed(const u16u* from, VUint& value) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from));
+  value = reinterpret_cast<VUint>(_mm512_maskz_cvtepi16_epi32(0xFFFF, halves));
+#elif defined(__AVX2__)
+  value = reinterpret_cast<VUint>(
+      _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i_u*>(from))));
+#else
+  load(from, value);
+  value = (value ^ 0x8000u) - 0x8000u;
+#endif
+}
 JMO_INLINE void store(f32u* to, float value) { *to = value; }
 JMO_INLINE void store(f32u* to, VFloat value) { __builtin_memcpy(to, &value, sizeof value); }
 JMO_INLINE void store(u16u* to, uint32_t value) { *to = static_cast<uint16_t>(value); }
@@ -197,17 +212,21 @@ void narrow_f16(const float* from, u16u* to, int n) {
 
 // ---- the split master (update.h: join_master, split_master)
 
-// `upper` and `lower`: param and remainder, zero-extended.
-template <typename Bits>
-JMO_INLINE Bits joined_master(Bits upper, Bits lower) {
-  upper = upper << 16;
-  const Bits joined = upper + ((lower ^ 0x8000u) - 0x8000u);  // the sign extended
-  return is_nan(joined) ? upper : joined;                     // if the param is a NaN, either is one
+// `param` zero-extended, `remainder` sign-extended.
+template <typename Float, typename Bits>
+JMO_INLINE Float joined_master(Bits param, Bits remainder) {
+  const Float upper = as_float(param << 16);
+  const Float joined = as_float((param << 16) + remainder);
+  return joined == joined ? joined : upper;  // if the param is a NaN, either is one
 }
 
 void join_masters(const u16u* param, const u16u* remainder, float* master, int n) {
   JMO_LOOP
-  for (int i = 0; i < n; ++i) master[i] = as_float(joined_master<uint32_t>(param[i], remainder[i]));
+  for (int i = 0; i < n; ++i) {
+    uint32_t rest;
+    load_signed(remainder + i, rest);
+    master[i] = joined_master<float, uint32_t>(param[i], rest);
+  }
 }
 
 // What optax.apply_updates makes of `before` when it is to become `after`: their f32 difference, added in
@@ -223,8 +242,23 @@ struct Bf16Element {
   Bits next, stored, remainder;
 };
 
+JMO_INLINE bool all(bool condition) { return condition; }
+JMO_INLINE bool all(VInt condition) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(condition)) == 0xFFFF;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(condition)) == 0xFF;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps(reinterpret_cast<__m128>(condition)) == 0xF;
+#else
+  int32_t every = -1;
+  for (int i = 0; i < kLanes; ++i) every &= condition[i];
+  return every != 0;
+#endif
+}
+
 // master + update, rounded half up, is the new param; the remainder is kept relative to what will be stored.
-template <typename Bits, typename Float>
+template <typename Float, typename Bits>
 JMO_INLINE Bf16Element<Bits> finished_bf16(Bits param, Float master, Float update) {
   const Bits bits = as_bits(master + update);
   const Bits next = is_nan(bits) ? Bits{} + 0x7FC0u : (bits + 0x8000u) >> 16;
@@ -235,12 +269,27 @@ JMO_INLINE Bf16Element<Bits> finished_bf16(Bits param, Float master, Float updat
   return {next, stored, fits ? rest & 0xFFFFu : Bits{}};
 }
 
+// The same for what nearly always holds: apply_updates stores the new param exactly, and no lane is a NaN. Then the
+// remainder fits by construction. (`after - before` is right for equal ones but infinities, whose NaN fails the test;
+// so does -0, which apply_updates makes +0.) Returns whether all of that holds.
+template <typename Float, typename Bits>
+JMO_INLINE bool finished_bf16_exactly(Bits param, Float master, Float update, Bf16Element<Bits>& result) {
+  const Float sum = master + update;
+  const Bits bits = as_bits(sum);
+  const Bits next = (bits + 0x8000u) >> 16;
+  const Float before = as_float(param << 16);
+  const Float after = as_float(next << 16);
+  const Float stored = before + (after - before);
+  result = {next, next, (bits - (next << 16)) & 0xFFFFu};
+  return all((sum == sum) & (as_bits(stored) == as_bits(after)));
+}
+
 void finish_bf16(const u16u* param, const f32u* master, const float* update, uint16_t* next, uint16_t* stored,
                  u16u* remainder, int n) {
   JMO_LOOP
   for (int i = 0; i < n; ++i) {
     const float before = master[i];
-    const Bf16Element<uint32_t> result = finished_bf16<uint32_t, float>(param[i], before, update[i]);
+    const Bf16Element<uint32_t> result = finished_bf16<float, uint32_t>(param[i], before, update[i]);
     store(next + i, result.next);
     store(stored + i, result.stored);
     store(remainder + i, result.remainder);
@@ -269,29 +318,52 @@ void keep_f16(const float* exact, const float* stored_wide, const uint16_t* next
 
 // ---- the hash of a cell
 
+using VHalves = uint16_t __attribute__((vector_size(kLanes * 4)));  // as many as fill a vector
+using VShorts = int16_t __attribute__((vector_size(kLanes * 4)));
+
 // Every NaN is one value, and all that XLA may flush is +0: neither tells that a param was replaced.
-void canonical_params(const u16u* from, uint16_t* to, uint16_t exponent_mask, int n) {
-  JMO_LOOP
-  for (int i = 0; i < n; ++i) {
-    const uint16_t bits = from[i];
-    const uint16_t exponent = bits & exponent_mask;
-    const uint16_t magnitude = bits & 0x7FFF;
-    const uint16_t flushed = exponent == 0 ? uint16_t{0} : bits;
-    to[i] = magnitude > exponent_mask ? uint16_t{0x7FFF} : flushed;
-  }
+JMO_INLINE VHalves canonical_params(VHalves bits, uint16_t exponent_mask) {
+  const VHalves number = (bits & exponent_mask) == 0 ? VHalves{} : bits;
+  const VShorts magnitude = reinterpret_cast<VShorts>(bits & 0x7FFF);
+  return magnitude > static_cast<int16_t>(exponent_mask) ? VHalves{} + uint16_t{0x7FFF} : number;
+}
+JMO_INLINE uint32_t canonical_param(uint32_t bits, uint32_t exponent_mask) {
+  return (bits & 0x7FFFu) > exponent_mask ? 0x7FFFu : (bits & exponent_mask) == 0 ? 0u : bits;
 }
 
-// Sum of a mixed word for each pair of elements; `pair` is the number of the first one within its cell. The
-// mixing is a bijection for each pair, so a change in one pair always shows; others are missed once in 2^32.
-uint32_t hash_pairs(const u32u* words, uint32_t pair, int n) {
+// MurmurHash3's finalizer: a bijection in which each bit moves all others, so that neither one change in a
+// cell nor like changes in several (signs, exponents) cancel in the sum.
+template <typename Bits>
+JMO_INLINE Bits mixed(Bits word) {
+  word ^= word >> 16;
+  word *= 0x85EBCA6Bu;
+  word ^= word >> 13;
+  word *= 0xC2B2AE35u;
+  return word ^ (word >> 16);
+}
+
+// The share of `n` params in the hash of their cell: a sum over pairs of the mixed pair and its place.
+// `first` (even) is the place of the first one within the cell; an odd last one is paired with 0.
+uint32_t hash_params(const u16u* params, DType type, int first, int n) {
+  constexpr uint32_t kPlace = 0x9E3779B1u;
+  const uint16_t exponent_mask = type == DType::kBF16 ? 0x7F80 : 0x7C00;
+  uint32_t place = static_cast<uint32_t>(first / 2 + 1) * kPlace;
+  VUint places{}, sums{};
+  for (int lane = 0; lane < kLanes; ++lane) places[lane] = place + static_cast<uint32_t>(lane) * kPlace;
+  int i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    VHalves bits;
+    __builtin_memcpy(&bits, params + i, sizeof bits);
+    sums += mixed(reinterpret_cast<VUint>(canonical_params(bits, exponent_mask)) ^ places);
+    places += kPlace * kLanes;
+  }
   uint32_t sum = 0;
-  uint32_t place = (pair + 1) * 0x9E3779B1u;
-  JMO_LOOP
-  for (int i = 0; i < n; ++i) {
-    uint32_t word = (words[i] ^ place) * 0x85EBCA6Bu;
-    word ^= word >> 15;
-    sum += word * 0xC2B2AE35u;
-    place += 0x9E3779B1u;
+  for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+  place += static_cast<uint32_t>(i / 2) * kPlace;
+  for (; i < n; i += 2, place += kPlace) {
+    const uint32_t low = canonical_param(params[i], exponent_mask);
+    const uint32_t high = i + 1 < n ? canonical_param(params[i + 1], exponent_mask) : 0u;
+    sum += mixed((low | high << 16) ^ place);
   }
   return sum;
 }

@@ -35,14 +35,14 @@ namespace {
 #include "ffi/core/kernels/rules.inl"
 
 constexpr int kBlock = 512;
-static_assert(kCellElements % kBlock == 0 && kBlock % 2 == 0, "blocks tile a cell and hold whole pairs");
+static_assert(kCellElements % kBlock == 0 && kBlock % 32 == 0, "blocks tile a cell and hold whole vectors");
 
 alignas(64) const float kZeros[kBlock] = {};
 
 struct alignas(64) Scratch {
   float grad[kBlock], mu[kBlock], nu[kBlock], master[kBlock], update[kBlock];
   float before[kBlock], after[kBlock], kept[kBlock];  // f16 only
-  uint16_t next[kBlock], stored[kBlock], hashed[kBlock];
+  uint16_t next[kBlock], stored[kBlock];
 };
 
 inline int64_t bytes_of(DType type) { return type == DType::kF32 ? 4 : 2; }
@@ -70,13 +70,6 @@ void narrow(const float* from, DType type, u16u* to, int n) {
   type == DType::kBF16 ? narrow_bf16(from, to, n) : narrow_f16(from, to, n);
 }
 
-uint32_t hash_block(const u16u* params, DType type, int64_t in_cell, uint16_t* buffer, int n) {
-  canonical_params(params, buffer, type == DType::kBF16 ? 0x7F80 : 0x7C00, n);
-  if (n % 2 != 0)
-    buffer[n] = 0;  // only the last block of a segment is odd, and kBlock is even: there is room
-  return hash_pairs(reinterpret_cast<const u32u*>(buffer), static_cast<uint32_t>(in_cell / 2), (n + 1) / 2);
-}
-
 // Whether one loop does it all (rules.inl: adam_bf16).
 bool is_fused(const RuleSpec& spec, DType grad) {
   return spec.rule == Rule::kAdam && spec.param == DType::kBF16 && spec.mu == DType::kF32 &&
@@ -92,12 +85,7 @@ struct Runner {
   Scratch& scratch;
 
   bool cell_is_ours(int64_t begin, int n) {
-    uint32_t hash = 0;
-    for (int done = 0; done < n; done += kBlock) {
-      const int part = n - done < kBlock ? n - done : kBlock;
-      hash += hash_block(as_u16(at(segment.param, spec.param, begin + done)), spec.param, done,
-                         scratch.hashed, part);
-    }
+    const uint32_t hash = hash_params(as_u16(at(segment.param, spec.param, begin)), spec.param, 0, n);
     return hash == segment.cells[begin / kCellElements];
   }
 
@@ -181,7 +169,7 @@ struct Runner {
       spec.param == DType::kBF16 ? finish_bf16_block(begin, master, n) : finish_f16_block(begin, master, n);
     }
     stream_out(out, reinterpret_cast<const char*>(scratch.next), static_cast<size_t>(n) * 2);
-    return hash_block(scratch.stored, spec.param, begin % kCellElements, scratch.hashed, n);
+    return hash_params(scratch.stored, spec.param, static_cast<int>(begin % kCellElements), n);
   }
 
   // Returns whether the params of the cell were replaced from outside.

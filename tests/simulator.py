@@ -1,0 +1,755 @@
+"""The scheduler under a virtual clock: modelled tiers, kernels, devices and programs, and a check on every action.
+
+1. A ``World`` says what is simulated; ``random_world(seed)`` draws one. The same seed gives the same run.
+2. Each device runs executions one after another; an execution hands over the buckets of each optimizer in some order.
+3. Every action is checked against a model of what each slot and each tier holds before it is performed.
+4. At the end nothing may be open, and no slot lost.
+
+Replay a failing seed with ``python -m tests.simulator SEED`` or ``pytest tests/test_scheduler.py --replay-seed SEED``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import heapq
+import itertools
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+from jax_mlp_offload import errors
+from jax_mlp_offload.instances import ForeignParams
+from jax_mlp_offload.operations import DOOM_GRACE_S
+from jax_mlp_offload.placement import QUEUE, TierSpec
+from jax_mlp_offload.scheduler import Scheduler
+from jax_mlp_offload.types import (
+    POISON,
+    Complete,
+    Fail,
+    HandBack,
+    Life,
+    Order,
+    Read,
+    Record,
+    Update,
+    Warn,
+    Write,
+)
+
+MB = 10**6
+
+
+class Pattern(enum.Enum):
+    """How a program hands over its buckets."""
+
+    AT_ONCE = "all at once"
+    GAPS = "one after another, with gaps"
+    FORCED = "the next one after the last one completed"
+    RANDOM = "at random times"
+
+
+class Source(enum.Enum):
+    """Which ticket an execution is given."""
+
+    LATEST = "latest"
+    ZERO = "zero: starts afresh"
+    STALE = "of an older step"
+    ZERO_UNASKED = "zero, while the last execution still runs"
+    TWICE = "the one that the running execution was given"
+
+
+@dataclasses.dataclass(frozen=True)
+class TierModel:
+    """A tier: bandwidths in bytes/s, and what goes wrong on it."""
+
+    read_bps: float
+    write_bps: float
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    duplex: bool = True
+    fifo: bool = True  # else requests share the bandwidth
+    capacity_bytes: int | None = None
+    known: bool = True  # whether the scheduler is told the bandwidths
+    read_errors: float = 0.0  # probability
+    write_errors: float = 0.0
+    dies_s: float = float("inf")  # writes fail from then on
+    hangs_s: float = float("inf")  # requests from then on get no answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """One run of the user's program."""
+
+    pattern: Pattern = Pattern.AT_ONCE
+    backwards: bool = False
+    gap_s: float = 0.0
+    source: Source = Source.LATEST
+    skip: bool = False
+    optimizers: tuple[int, ...] | None = None  # None: all
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What is simulated."""
+
+    tiers: tuple[TierModel, ...] = (TierModel(400 * MB, 400 * MB), TierModel(200 * MB, 200 * MB))
+    devices: int = 1
+    slots: int = 12  # a device
+    optimizers: tuple[tuple[tuple[int, ...], ...], ...] = (((4 * MB,),) * 36,)  # record sizes by bucket
+    executions: tuple[Execution, ...] = (Execution(),) * 5
+    order: Order = Order.RESIDENT_FIRST
+    kernel_bps: float = 20e9
+    compute_s: float = 0.01  # between executions
+    lag_s: float = 0.0  # most that a device may be behind in an execution's start
+    barrier: bool = True  # devices start an execution together
+    foreign: ForeignParams = ForeignParams.WATCH
+    adoptions: float = 0.0  # probability a record and update
+    deadline_s: float = 30.0
+    batch: int = 1  # most events the driver takes at once
+    may_fail: bool = False
+    seed: int = 0
+
+
+class CheckError(AssertionError):
+    """The scheduler did what it must not."""
+
+
+class Channel:
+    """A server of bytes: one after another, or all at once with shared bandwidth."""
+
+    def __init__(self, simulation: Simulation, fifo: bool) -> None:
+        self._simulation = simulation
+        self._fifo = fifo
+        self._free_s = 0.0
+        self._jobs: list[list[object]] = []  # [remaining seconds alone, done]
+        self._since_s = 0.0
+        self._version = 0
+
+    def submit(self, alone_s: float, done: Callable[[], None]) -> None:
+        now_s = self._simulation.now_s
+        if self._fifo:
+            self._free_s = max(self._free_s, now_s) + alone_s
+            self._simulation.at(self._free_s, done)
+            return
+        self._advance()
+        self._jobs.append([alone_s, done])
+        self._plan()
+
+    def _advance(self) -> None:
+        now_s = self._simulation.now_s
+        if self._jobs:
+            served = (now_s - self._since_s) / len(self._jobs)
+            for job in self._jobs:
+                job[0] -= served  # type: ignore[operator]
+        self._since_s = now_s
+
+    def _plan(self) -> None:
+        self._version += 1
+        if not self._jobs:
+            return
+        version = self._version
+        least = min(job[0] for job in self._jobs)  # type: ignore[type-var]
+        self._simulation.at(
+            self._simulation.now_s + max(0.0, least) * len(self._jobs),  # type: ignore[type-var,operator]
+            lambda: self._finish(version),
+        )
+
+    def _finish(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._advance()
+        done = [job for job in self._jobs if job[0] < 1e-9]  # type: ignore[operator]
+        self._jobs = [job for job in self._jobs if job[0] >= 1e-9]  # type: ignore[operator]
+        self._plan()
+        for job in done:
+            job[1]()  # type: ignore[operator]
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """An operation as XLA sees it."""
+
+    request: int
+    run: Run
+    optimizer: int
+    bucket: int
+    device: int
+    ticket: int
+    arrived_s: float
+    handed_back: int = 0
+    updates: Counter[int] = dataclasses.field(default_factory=Counter)
+    running: int = 0
+    ended: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One execution on all devices."""
+
+    number: int
+    spec: Execution
+    optimizers: tuple[int, ...]
+    tickets: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)  # given, by (device, optimizer)
+    serials: dict[int, set[int]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+    results: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    left: dict[int, int] = dataclasses.field(default_factory=dict)  # operations by device
+    waiting: list[int] = dataclasses.field(default_factory=list)  # devices at the barrier
+    begun: bool = False
+    failed: bool = False
+    abandoned: bool = False
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+class Simulation:
+    """Runs a world to its end, checking every action. ``runs`` and the counters tell what happened."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.now_s = 0.0
+        self.random = random.Random(world.seed)
+        self.events = 0  # told to the scheduler
+        self._looked = 0  # events at the last look at every record
+        self.warnings: list[Warn] = []
+        self.failures: list[str] = []
+        self.poisons = 0
+        self.moves: list[tuple[str, int, int]] = []  # (read/write, record, tier)
+        self.by_run: dict[int, Counter[str]] = defaultdict(Counter)
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._told: list[Callable[[], None]] = []
+        self._values = itertools.count(1)
+        specs = [
+            TierSpec(f"t{i}", t.capacity_bytes, t.read_bps if t.known else None, t.write_bps if t.known else None)
+            for i, t in enumerate(world.tiers)
+        ]
+        self.scheduler = Scheduler(specs, world.order, world.deadline_s)
+        serials = itertools.count(1)
+        for device in range(world.devices):
+            self.scheduler.add_slots(device, range(device * world.slots, (device + 1) * world.slots))
+        for number, buckets in enumerate(world.optimizers):
+            self.scheduler.add_instance(
+                number,
+                f"opt{number}",
+                range(world.devices),
+                buckets,
+                lambda bucket, subgroup: [f"leaf{bucket}.{subgroup}"],
+                lambda bucket, leaf: f"leaf{bucket}.{leaf}",
+                world.foreign,
+                serials,
+            )
+        count = len(self.scheduler.records)
+        self.truth: list[int] = [0] * count  # the value of each record's latest version
+        self.slots: dict[int, tuple[int, int]] = {}  # slot -> (record, value)
+        self.stored: dict[tuple[int, int], int] = {}  # (tier, record) -> value
+        self.busy: dict[int, str] = {}  # slot -> what is done with it
+        self.void: set[int] = set()  # records that start afresh at their next update
+        self.calls: dict[int, Call] = {}
+        self.runs: list[Run] = []
+        self._latest: dict[tuple[int, int], int] = defaultdict(int)  # tickets by (device, optimizer)
+        self._history: dict[int, list[int]] = defaultdict(list)  # serials that ended well, by optimizer
+        self._writing: Counter[int] = Counter()
+        self._hung: list[Callable[[], None]] = []
+        self._channels = [
+            (channel, channel if not t.duplex else Channel(self, t.fifo))
+            for t in world.tiers
+            for channel in [Channel(self, t.fifo)]
+        ]
+        self._kernels = [Channel(self, fifo=True) for _ in range(world.devices)]
+
+    # -- the clock
+
+    def at(self, time_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (time_s, next(self._order), event))
+
+    def run(self) -> Simulation:
+        for device in range(self.world.devices):
+            self._begin(0, device)
+        self._loop()
+        self._check_end()
+        return self
+
+    def _loop(self) -> None:
+        ticks = 0
+        while True:
+            next_s = self.scheduler.next_tick_s()
+            if self._heap and (next_s is None or self._heap[0][0] <= next_s):
+                ticks = 0
+                self.now_s, _, event = heapq.heappop(self._heap)
+                event()
+                if len(self._told) >= self.world.batch or not (self._heap and self._heap[0][0] <= self.now_s):
+                    self._deliver()
+            elif next_s is not None:
+                ticks += 1
+                self._check(ticks < 5000, "ticks without end")
+                self.now_s = max(self.now_s, next_s)
+                self.scheduler.tick(self.now_s)
+                again_s = self.scheduler.next_tick_s()
+                self._check(again_s is None or again_s > self.now_s, f"tick spins: {again_s} at {self.now_s}")
+                self._perform()
+            else:
+                return
+
+    def _tell(self, function: Callable[[], None]) -> None:
+        self._told.append(function)
+
+    def _deliver(self) -> None:
+        told, self._told = self._told, []
+        if self.world.batch > 1:
+            self.random.shuffle(told)
+        for function in told:
+            self.events += 1
+            function()
+        self._perform()
+
+    # -- programs
+
+    def _run(self, number: int) -> Run:
+        while len(self.runs) <= number:
+            spec = self.world.executions[len(self.runs)]
+            optimizers = spec.optimizers or tuple(range(len(self.world.optimizers)))
+            run = Run(len(self.runs), spec, optimizers)
+            run.left = {d: sum(len(self.world.optimizers[o]) for o in optimizers) for d in range(self.world.devices)}
+            self.runs.append(run)
+        return self.runs[number]
+
+    def _begin(self, number: int, device: int) -> None:
+        """A device gets to an execution."""
+        if number >= len(self.world.executions):
+            return
+        run = self._run(number)
+        before = self.runs[number - 1] if number else None
+        if self.world.barrier or (before and before.failed) or run.spec.source is not Source.LATEST:
+            run.waiting.append(device)
+            if len(run.waiting) == self.world.devices:
+                for waiting in run.waiting:
+                    self._start(run, waiting)
+            return
+        self._start(run, device)
+
+    def _source(self, run: Run) -> Source:
+        before = self.runs[run.number - 1] if run.number else None
+        if before is None or before.failed:
+            return Source.ZERO
+        return run.spec.source
+
+    def _start(self, run: Run, device: int) -> None:
+        source = self._source(run)
+        for optimizer in run.optimizers:
+            ticket = self._latest[device, optimizer]
+            if source in (Source.ZERO, Source.ZERO_UNASKED):
+                ticket = 0
+            elif source is Source.STALE and len(self._history[optimizer]) > 1:
+                ticket = self._history[optimizer][-2]
+            elif source is Source.TWICE:
+                given = self.runs[run.number - 1].tickets
+                ticket = max((t for (_, o), t in given.items() if o == optimizer), default=ticket)
+            run.tickets[device, optimizer] = ticket
+        delay_s = self.world.compute_s + self.random.random() * self.world.lag_s
+        self.at(self.now_s + delay_s, lambda: self._hand_over(run, device))
+
+    def _hand_over(self, run: Run, device: int) -> None:
+        if not run.begun:
+            run.begun, run.start_s = True, self.now_s
+        following = run.number + 1
+        if following < len(self.world.executions):
+            after = self.world.executions[following].source
+            if after in (Source.ZERO_UNASKED, Source.TWICE) and not run.abandoned:
+                run.abandoned = True
+                for other in range(self.world.devices):
+                    self.at(self.now_s + self.random.random() * 0.05, lambda d=other: self._begin(following, d))  # type: ignore[misc]
+        todo = [(o, b) for o in run.optimizers for b in range(len(self.world.optimizers[o]))]
+        if run.spec.backwards:
+            todo.reverse()
+        if run.spec.pattern is Pattern.FORCED:
+            self._arrive(run, device, todo)
+            return
+        for i, item in enumerate(todo):
+            delay_s = 0.0
+            if run.spec.pattern is Pattern.GAPS:
+                delay_s = i * run.spec.gap_s
+            elif run.spec.pattern is Pattern.RANDOM:
+                delay_s = self.random.random() * run.spec.gap_s * len(todo)
+            self.at(self.now_s + delay_s, lambda item=item: self._arrive(run, device, [item]))  # type: ignore[misc]
+
+    def _arrive(self, run: Run, device: int, todo: list[tuple[int, int]]) -> None:
+        if not todo:
+            return
+        (optimizer, bucket), rest = todo[0], todo[1:]
+        call = Call(len(self.calls), run, optimizer, bucket, device, run.tickets[device, optimizer], self.now_s)
+        self.calls[call.request] = call
+        run.calls.append(call)
+        call_rest = rest if run.spec.pattern is Pattern.FORCED else []
+        self._after[call.request] = call_rest
+
+        def tell() -> None:
+            self.scheduler.arrived(
+                call.request, optimizer, bucket, device, run.number, call.ticket, run.spec.skip, self.now_s
+            )
+
+        self._tell(tell)
+
+    @property
+    def _after(self) -> dict[int, list[tuple[int, int]]]:
+        return self.__dict__.setdefault("_after_calls", {})
+
+    def _end(self, call: Call, how: str, ticket: int) -> None:
+        self._check(call.ended is None, f"request {call.request} ended twice: {call.ended}, {how}")
+        self._check(call.running == 0, f"request {call.request} ended while a kernel works for it")
+        call.ended = how
+        run, device = call.run, call.device
+        if how == "failed":
+            run.failed = True
+        elif ticket == POISON:
+            self.poisons += 1
+        key = device, call.optimizer
+        run.results[key] = max(run.results.get(key, 0), ticket)
+        run.left[device] -= 1
+        run.end_s = self.now_s
+        if rest := self._after.pop(call.request, []):
+            self.at(self.now_s + run.spec.gap_s, lambda: self._arrive(run, device, rest))
+        if run.left[device] == 0:
+            for optimizer in run.optimizers:
+                if not run.abandoned:
+                    self._latest[device, optimizer] = run.results[device, optimizer]
+                if run.results[device, optimizer] not in (POISON, *self._history[optimizer][-1:]):
+                    self._history[optimizer].append(run.results[device, optimizer])
+            if not run.abandoned:
+                self._begin(run.number + 1, device)
+
+    # -- actions
+
+    def _perform(self) -> None:
+        while actions := self.scheduler.take_actions():
+            for action in actions:
+                match action:
+                    case Read(record):
+                        self._read(record)
+                    case Write(record):
+                        self._write(record)
+                    case Update(record, request, fresh):
+                        self._update(record, self.calls[request], fresh)
+                    case HandBack(request):
+                        self._hand_back(self.calls[request])
+                    case Complete(request, ticket):
+                        self._complete(self.calls[request], ticket)
+                    case Fail(request, message):
+                        self._fail(self.calls[request], message)
+                    case Warn():
+                        self.warnings.append(action)
+        if self.events >= self._looked + len(self.truth) // 4:
+            self._looked = self.events
+            self._check_slots()
+
+    def _occupy(self, record: Record, what: str) -> int:
+        slot = record.slot
+        self._check(slot is not None, f"{what} without a slot", record)
+        assert slot is not None
+        self._check(slot in self.scheduler.devices[record.device].slots, "foreign slot", record)
+        self._check(slot not in self.busy, f"{what} of slot {slot} during {self.busy.get(slot)}", record)
+        self.busy[slot] = f"{what} of record {record.index}"
+        return slot
+
+    def _transfer(self, record: Record, tier: int, reading: bool, done: Callable[[bool], None]) -> None:
+        model = self.world.tiers[tier]
+        bps = model.read_bps if reading else model.write_bps
+        ok = self.random.random() >= (model.read_errors if reading else model.write_errors)
+        if not reading and self.now_s >= model.dies_s:
+            ok = False
+        latency_s = model.latency_s + self.random.random() * model.jitter_s
+        tell = lambda: self._tell(lambda: done(ok))  # noqa: E731
+        if self.now_s >= model.hangs_s:
+            self._hung.append(tell)
+            return
+        channel = self._channels[tier][0 if reading else 1]
+        channel.submit(record.size_bytes / bps, lambda: self.at(self.now_s + latency_s, tell))
+
+    def _read(self, record: Record) -> None:
+        slot = self._occupy(record, "read")
+        tier = record.tier
+        assert tier is not None
+        value = self.stored.get((tier, record.index))
+        self._check(value is not None, f"read of what tier {tier} does not hold", record)
+        assert value is not None
+        self._check(value == self.truth[record.index], "read of an old version", record)
+        self.moves.append(("read", record.index, tier))
+        self._count(record, "reads")
+
+        def done(ok: bool) -> None:
+            del self.busy[slot]
+            if ok:
+                self.slots[slot] = record.index, value
+            self.scheduler.read_done(record, None if ok else self._error(tier, "read", record), self.now_s)
+
+        self._transfer(record, tier, True, done)
+
+    def _write(self, record: Record) -> None:
+        slot = self._occupy(record, "write")
+        tier = record.tier
+        assert tier is not None
+        content = self.slots.get(slot)
+        self._check(
+            content == (record.index, self.truth[record.index]), f"write of a slot that holds {content}", record
+        )
+        assert content is not None
+        self._check(not self.scheduler.placement.tiers[tier].retired, "write to a retired tier", record)
+        self._writing[tier] += 1
+        self._check(self._writing[tier] <= QUEUE, f"more than {QUEUE} writes on tier {tier}")
+        self.moves.append(("write", record.index, tier))
+        self._count(record, "writes")
+        capacity = self.world.tiers[tier].capacity_bytes
+        for other in range(len(self.world.tiers)):
+            self.stored.pop((other, record.index), None)
+        if capacity is not None:
+            held = sum(self.scheduler.records[r].size_bytes for t, r in self.stored if t == tier and self._counts(t, r))
+            self._check(held + record.size_bytes <= capacity, f"tier {tier} is over its capacity")
+
+        def done(ok: bool) -> None:
+            del self.busy[slot]
+            self._writing[tier] -= 1
+            self._check(self.slots.get(slot) == content, "slot changed while it was written", record)
+            if ok:
+                self.stored[tier, record.index] = content[1]
+            self.scheduler.write_done(record, 7, None if ok else self._error(tier, "write", record), self.now_s)
+
+        self._transfer(record, tier, False, done)
+
+    def _counts(self, tier: int, index: int) -> bool:
+        record = self.scheduler.records[index]
+        return record.tier == tier and record.life in (Life.STORED, Life.READING)
+
+    def _error(self, tier: int, verb: str, record: Record) -> errors.TierError:
+        return errors.TierError(f"tier 't{tier}': injected {verb} error; {self.scheduler.describe(record)}")
+
+    def _update(self, record: Record, call: Call, fresh: bool) -> None:
+        slot = self._occupy(record, "update")
+        self._check(call.ended is None, "update for an ended request", record)
+        self._check(not call.run.spec.skip, "update in a skipped step", record)
+        place = (call.optimizer, call.bucket, call.device)
+        self._check((record.instance, record.bucket, record.device) == place, "update for another's request", record)
+        if fresh:
+            empty = record.index in self.void or self.truth[record.index] == 0
+            self._check(call.ticket == 0 or empty, "fresh for no reason", record)
+        else:
+            self._check(record.index not in self.void, "what is stored no longer counts", record)
+            self._check(call.ticket != 0, "ticket 0 has to start afresh", record)
+            content = self.slots.get(slot)
+            self._check(content == (record.index, self.truth[record.index]), f"slot holds {content}", record)
+        call.updates[record.index] += 1
+        self._check(call.updates[record.index] == 1, "updated twice by one request", record)
+        call.running += 1
+        self._count(record, "updates")
+        adopted = [0] if not fresh and self.random.random() < self.world.adoptions else []
+
+        def done() -> None:
+            del self.busy[slot]
+            call.running -= 1
+            self.truth[record.index] = next(self._values)
+            self.void.discard(record.index)
+            self.slots[slot] = record.index, self.truth[record.index]
+            for tier in range(len(self.world.tiers)):
+                self.stored.pop((tier, record.index), None)
+            self.scheduler.update_done(record, adopted, self.now_s)
+
+        seconds = record.size_bytes / self.world.kernel_bps
+        self._kernels[record.device].submit(seconds, lambda: self._tell(done))
+
+    def _hand_back(self, call: Call) -> None:
+        call.handed_back += 1
+        self._check(call.handed_back == 1, f"request {call.request} handed back twice")
+        self._check(call.running == 0, f"request {call.request} handed back while a kernel works for it")
+        call.running += 1
+
+        def done() -> None:
+            call.running -= 1
+            self.scheduler.handed_back(call.request, self.now_s)
+
+        self.at(self.now_s + 1e-4, lambda: self._tell(done))
+
+    def _complete(self, call: Call, ticket: int) -> None:
+        run = call.run
+        if ticket == POISON:
+            self._check(self.world.may_fail, f"poison where nothing went wrong: {self._cause(call)}")
+            self._check(call.handed_back == 1, "poison without old params")
+            self._end(call, "poisoned", ticket)
+            return
+        wanted = {r.index for r in self.scheduler.instances[call.optimizer].records[call.bucket, call.device]}
+        if run.spec.skip:
+            self._check(call.handed_back == 1 and not call.updates, "a skipped step has to hand back old params")
+            if call.ticket == 0:
+                self.void |= wanted
+        else:
+            self._check(set(call.updates) == wanted, f"request {call.request} ended with records not updated")
+        run.serials[call.optimizer].add(ticket)
+        self._check(len(run.serials[call.optimizer]) == 1, f"two serials in one step: {run.serials}")
+        self._check(ticket > call.ticket, f"serial {ticket} follows ticket {call.ticket}")
+        others = [r for r in self.runs[: run.number] if ticket in r.serials.get(call.optimizer, ())]
+        self._check(not others, f"serial {ticket} was used before")
+        self._end(call, "completed", ticket)
+
+    def _fail(self, call: Call, message: str) -> None:
+        self._check(self.world.may_fail, f"failure where nothing went wrong: {message}")
+        self._check(bool(message) and message != "None", "failure without a message")
+        self._check(f"'opt{call.optimizer}'" in message or "tier" in message, f"message without a name: {message}")
+        self.failures.append(message)
+        run = call.run
+        mine = [c for c in run.calls if c.optimizer == call.optimizer]
+        expected = len(self.world.optimizers[call.optimizer]) * self.world.devices
+        waited_s = self.now_s - min(c.arrived_s for c in mine)
+        self._check(
+            self.world.devices == 1 or len(mine) == expected or waited_s >= DOOM_GRACE_S * 0.999,
+            "a device fails before the others came",
+        )
+        self._end(call, "failed", POISON)
+
+    # -- checks
+
+    def _cause(self, call: Call) -> object:
+        return self.scheduler.instances[call.optimizer].error
+
+    def _count(self, record: Record, what: str) -> None:
+        operation = record.wanted_by
+        number = self.calls[operation.request].run.number if operation else -1
+        self.by_run[number][what] += 1
+
+    def _check(self, condition: bool, message: str, record: Record | None = None) -> None:
+        if not condition:
+            about = f": {record}" if record is not None else ""
+            raise CheckError(f"seed {self.world.seed}, at {self.now_s:.4f} s: {message}{about}")
+
+    def _check_slots(self) -> None:
+        """Looks at every record: what the scheduler counts has to be what is there."""
+        used: dict[int, list[int]] = {device: list(cache.free) for device, cache in self.scheduler.devices.items()}
+        resting: dict[int, set[int]] = {device: set() for device in used}
+        stored = [0] * len(self.world.tiers)
+        for record in self.scheduler.records:
+            outside = record.life in (Life.STORED, Life.ABSENT)
+            if outside != (record.slot is None):
+                self._check(False, "slot without content, or content without slot", record)
+            if record.slot is not None:
+                used[record.device].append(record.slot)
+            if record.life is Life.DIRTY:
+                resting[record.device].add(record.index)
+            if record.tier is not None:
+                stored[record.tier] += record.size_bytes
+        for device, cache in self.scheduler.devices.items():
+            self._check(sorted(used[device]) == sorted(cache.slots), "slots lost or shared")
+            waiting = list(cache.waiting_records())
+            self._check(len(waiting) == cache.waiting <= cache.records, "count of waiting records")
+            waiting_bytes: Counter[int] = Counter()
+            for record in waiting:
+                if record.tier is not None:
+                    waiting_bytes[record.tier] += record.size_bytes
+            self._check(waiting_bytes == cache.waiting_bytes, "count of waiting bytes")
+            self._check(cache.resting() == resting[device], "records that rest")
+        for optimizer in self.scheduler.instances.values():
+            self._check(len(optimizer.ledger._open) <= 64, "steps that stay open")
+        counted = [tier.stored_bytes for tier in self.scheduler.placement.tiers]
+        self._check(stored == counted, "bytes held by the tiers")
+
+    def _check_end(self) -> None:
+        self._check(self.scheduler.quiescent, "not quiescent at the end")
+        while self._hung:
+            hung, self._hung = self._hung, []
+            for tell in hung:
+                tell()
+            self._deliver()
+            self._loop()
+        unfinished = [c.request for c in self.calls.values() if c.ended is None]
+        self._check(not unfinished, f"requests never ended: {unfinished}")
+        done = len(self.runs) == len(self.world.executions) and not any(any(r.left.values()) for r in self.runs)
+        self._check(done, "the program did not get to its end")
+        self._check_slots()
+        for record in self.scheduler.records:
+            self._check(record.life in (Life.DIRTY, Life.STORED, Life.ABSENT), "at the end", record)
+            self._check(record.wanted_by is None, "wanted at the end", record)
+            if record.life is Life.STORED and not record.void:
+                assert record.tier is not None
+                value = self.stored.get((record.tier, record.index))
+                self._check(value == self.truth[record.index], "old version at the end", record)
+        for device, cache in self.scheduler.devices.items():
+            counts = cache.reading, cache.writing, cache.updating, cache.waiting, cache._open_ops, len(cache._asked)
+            self._check(not any(counts), f"counts of device {device} at the end: {counts}")
+        self._check(not self.scheduler._overdue, "overdue at the end")
+        self._check(not self.busy, f"busy at the end: {self.busy}")
+
+
+def random_world(seed: int) -> World:
+    """Draws a world; a third of them is without any trouble."""
+    rng = random.Random(seed)
+    devices = rng.choice([1, 1, 2, 2, 3])
+    optimizers = tuple(
+        tuple(
+            tuple(rng.choice([1, 1, 2]) * MB for _ in range(rng.choice([1, 1, 1, 2, 4])))
+            for _ in range(rng.randint(1, 10))
+        )
+        for _ in range(rng.choice([1, 1, 1, 2, 3]))
+    )
+    total = sum(len(bucket) for optimizer in optimizers for bucket in optimizer)
+    trouble = rng.random() > 0.35
+    chance = lambda p: trouble and rng.random() < p  # noqa: E731
+    tiers = []
+    for _ in range(rng.randint(1, 3)):
+        read_bps = rng.choice([50, 100, 200, 400]) * MB
+        tiers.append(
+            TierModel(
+                read_bps,
+                read_bps * rng.choice([0.5, 1, 1, 2]),
+                latency_s=rng.choice([0, 1e-4, 5e-3]),
+                jitter_s=rng.choice([0, 0, 0.02]),
+                duplex=rng.random() < 0.7,
+                fifo=rng.random() < 0.5,
+                known=rng.random() < 0.5,
+                capacity_bytes=rng.randint(1, 2 * total * devices) * MB if chance(0.15) else None,
+                read_errors=0.02 if chance(0.2) else 0.0,
+                write_errors=0.02 if chance(0.2) else 0.0,
+                dies_s=rng.random() if chance(0.1) else float("inf"),
+                hangs_s=rng.random() if chance(0.1) else float("inf"),
+            )
+        )
+    odd = [Source.ZERO, Source.STALE, Source.ZERO_UNASKED, Source.TWICE]
+    executions = tuple(
+        Execution(
+            rng.choice(list(Pattern)),
+            rng.random() < 0.5,
+            rng.choice([0.0, 1e-3, 0.03]),
+            rng.choice(odd) if i and chance(0.15) else Source.LATEST,
+            rng.random() < 0.1,
+            (rng.randrange(len(optimizers)),) if rng.random() < 0.2 else None,
+        )
+        for i in range(rng.randint(3, 10))
+    )
+    return World(
+        tiers=tuple(tiers),
+        devices=devices,
+        slots=rng.randint(1, total + 1),
+        optimizers=optimizers,
+        executions=executions,
+        order=rng.choice([*[Order.RESIDENT_FIRST] * 4, Order.SEQUENTIAL, Order.ALTERNATING]),
+        kernel_bps=rng.choice([1e8, 2e9, 2e10]),
+        compute_s=rng.choice([0.0, 0.01]),
+        lag_s=rng.choice([0.0, 0.01, 0.1, 15.0 if trouble and rng.random() < 0.1 else 0.01]),
+        barrier=rng.random() < 0.5,
+        foreign=rng.choice(list(ForeignParams)) if trouble else ForeignParams.ADOPT,
+        adoptions=rng.choice([0.0, 0.0, 0.01, 0.2]),
+        deadline_s=rng.choice([2.0, 30.0]) if trouble else 1e6,
+        batch=rng.choice([1, 1, 4, 64]),
+        may_fail=trouble,
+        seed=seed,
+    )
+
+
+def main() -> None:
+    """Replays seeds."""
+    for argument in sys.argv[1:]:
+        world = random_world(int(argument))
+        print(world)
+        simulation = Simulation(world).run()
+        print(f"seed {argument}: {simulation.events} events, {len(simulation.failures)} failed operations: passed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,544 @@
+"""Offloaded optimizers inside optax's wrappers, Flax's train states and JAX's transformations, against plain optax."""
+
+from __future__ import annotations
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jax_mlp_offload as jmo
+from tests.support import (
+    BF16,
+    assert_bits_equal,
+    assert_close,
+    assert_within_ulp,
+    check_against_optax,
+    make_params,
+    make_step,
+    record_gradients,
+    run,
+    run_reference,
+)
+
+SHAPES = {"bias": (7,), "embed": (96, 128), "scalar": (), "wide": (64, 200)}
+STEPS = 6
+
+
+def tiered(two_tiers, **more):
+    """A store in which about a third of Adam's state of SHAPES fits."""
+    return jmo.Store(*two_tiers, host_memory=more.pop("host_memory", "110KB"), subgroup_elements=4096, **more)
+
+
+def assert_used_tiers(store):
+    stats = store.stats()
+    assert stats["misses"] > 0
+    assert all(tier["bytes_read"] > 0 and tier["bytes_written"] > 0 for tier in stats["tiers"]), stats
+
+
+# -- chains
+
+
+def clipped(kind, **more):
+    return optax.chain(optax.clip_by_global_norm(1.0), kind.adamw(1e-2, weight_decay=0.1, **more))
+
+
+def decayed_in_front(kind, **more):
+    return optax.chain(optax.add_decayed_weights(0.1), kind.adam(1e-2, **more))
+
+
+def injected_schedule(kind, **more):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 12)
+    return optax.inject_hyperparams(kind.adamw, hyperparam_dtype=jnp.float32)(schedule, weight_decay=0.1, **more)
+
+
+def masked(kind, **more):
+    return optax.masked(kind.adamw(1e-2, **more), {"bias": False, "embed": True, "scalar": True, "wide": False})
+
+
+def finite_only(kind, **more):
+    return optax.apply_if_finite(kind.adamw(1e-2, **more), 3)
+
+
+def clipped_and_injected(kind, **more):
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.inject_hyperparams(kind.adam, hyperparam_dtype=jnp.float32)(1e-2, **more),
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+@pytest.mark.parametrize(
+    "make", [clipped, decayed_in_front, injected_schedule, masked, finite_only, clipped_and_injected]
+)
+def test_wrapped_equals_wrapped_optax(make, dtype, two_tiers):
+    params = make_params(SHAPES, dtype)
+    # float32 gradients: clipping rounds its results to the gradients' dtype, the reference has none but float32
+    grads = record_gradients(params, STEPS, dtype=jnp.float32)
+    with tiered(two_tiers) as store:
+        if make is masked:  # what the mask leaves out is passed through: gradients are added, in the params' dtype
+            params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+            params["embed"] = params["embed"].astype(dtype)
+            grads = [{**grad, "embed": grad["embed"].astype(dtype)} for grad in grads]
+        if make is decayed_in_front and dtype == BF16:
+            # optax decays with the rounded params there, which is not what float32 masters would give
+            new, state = run(make(jmo, store=store), params, grads)
+            expected, _ = run_reference(make(optax), params, grads)
+            assert_close(new, expected, 0.02)
+        else:
+            check_against_optax(make(jmo, store=store), make(optax), params, grads)
+        assert store.stats()["adopted_steps"] == 0
+        assert_used_tiers(store)
+
+
+def test_a_transform_behind_is_exact_for_float32(two_tiers):
+    """X9, first half."""
+    params = make_params(SHAPES)
+    grads = record_gradients(params, STEPS)
+    with tiered(two_tiers) as store:
+        offloaded = optax.chain(jmo.adamw(1e-2, weight_decay=0.1, store=store), optax.scale(0.5), optax.clip(1e-3))
+        plain = optax.chain(optax.adamw(1e-2, weight_decay=0.1), optax.scale(0.5), optax.clip(1e-3))
+        check_against_optax(offloaded, plain, params, grads)
+        assert_used_tiers(store)
+
+
+# -- inject_hyperparams
+
+
+def test_injected_learning_rate_counts_from_zero():
+    """D11: lr = 0.1 * count and gradient .5 give 0, -.05, -.1."""
+    with jmo.Store() as store:
+        tx = optax.inject_hyperparams(jmo.sgd)(lambda count: 0.1 * count, store=store)
+        params = {"w": jnp.ones((3,), jnp.float32)}
+        state, step = tx.init(params), jax.jit(tx.update)
+        for expected in (0.0, -0.05, -0.1):
+            updates, state = step({"w": jnp.full((3,), 0.5)}, state, params)
+            np.testing.assert_allclose(updates["w"], expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("wrap", ["alone", "chain", "TrainState"])
+def test_learning_rate_set_to_zero_in_the_state(wrap, two_tiers):
+    """D11: update 0, the count still rises, moments still move, and nothing is traced again."""
+    params = make_params(SHAPES)
+    grads = record_gradients(params, 4)
+    traces = []
+    with tiered(two_tiers) as store:
+        inject = optax.inject_hyperparams(jmo.adam)(1e-2, store=store)
+        tx = inject if wrap == "alone" else optax.chain(optax.clip(10.0), inject)
+
+        @jax.jit
+        def step(train, grad):
+            traces.append(1)
+            return train.apply_gradients(grads=grad)
+
+        train = TrainState.create(apply_fn=None, params=params, tx=tx)
+        train = step(step(train, grads[0]), grads[1])
+        before = train
+        where = train.opt_state if wrap == "alone" else train.opt_state[1]
+        where.hyperparams["learning_rate"] = jnp.zeros_like(where.hyperparams["learning_rate"])
+        train = step(train, grads[2])
+        assert_bits_equal(train.params, before.params)
+        inner = (train.opt_state if wrap == "alone" else train.opt_state[1]).inner_state
+        assert int(inner.count) == 3
+        moments = jmo.read_state(inner)
+        _, plain = run_reference(optax.adam(1e-2), params, [jax.tree.map(lambda g: jnp.clip(g, -10, 10), g) for g in
+                                                            grads[:3]] if wrap != "alone" else grads[:3])
+        assert_close(moments[0], plain[0])
+        after = step(train, grads[3])
+        assert_bits_equal(after.params, train.params)
+        assert len(traces) == 1
+        assert_used_tiers(store)
+
+
+# -- partition
+
+
+LABELS = {"a": "fast", "b": "slow", "c": "frozen", "d": "fast", "e": "slow", "none": None}
+PARTED = {"a": (64, 70), "b": (9000,), "c": (20000,), "d": (5,), "e": (33, 40)}
+
+
+def partition(kind, **more):
+    def named(name):
+        return {**more, "name": name} if more else {}
+
+    return optax.partition(
+        {
+            "fast": kind.adamw(1e-2, weight_decay=0.1, **named("fast")),
+            "slow": kind.adamw(1e-3, weight_decay=0.01, **named("slow")),
+            "frozen": optax.set_to_zero(),
+        },
+        LABELS,
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_partition(dtype, two_tiers):
+    """D10: two groups interleaved by leaf, frozen leaves, None leaves, and steps without gradient."""
+    params = {**make_params(PARTED, dtype), "none": None}
+    grads = record_gradients(params, STEPS)
+    grads[3] = jax.tree.map(jnp.zeros_like, grads[3])
+    with tiered(two_tiers) as store:
+        new, state = run(partition(jmo, store=store), params, grads)
+        expected, plain = run_reference(partition(optax), params, grads)
+        assert_bits_equal(new["c"], params["c"])
+        if dtype == jnp.float32:
+            assert_close(new, expected)
+        else:
+            assert_within_ulp(new, expected)
+        assert_close(jmo.read_state(state), plain)
+        stats = store.stats()
+        kept = sum(int(np.prod(shape)) for name, shape in PARTED.items() if name != "c")
+        # nothing is stored for frozen leaves (records are padded to pages)
+        assert kept * 8 <= stats["record_bytes_total"] < kept * 10 + 4096 * 2 * stats["records"] < (kept + 20000) * 8
+        assert set(stats["optimizers"]) == {"fast", "slow"}
+        assert_used_tiers(store)
+
+
+def test_partition_without_names_tells_groups_by_their_leaves():
+    params = make_params({"a": (50,), "b": (60,)})
+    grads = record_gradients(params, 3)
+
+    def make(kind, **more):
+        return optax.partition({"x": kind.adam(1e-2, **more), "y": kind.adam(1e-1, **more)}, {"a": "x", "b": "y"})
+
+    with jmo.Store() as store:
+        check_against_optax(make(jmo, store=store), make(optax), params, grads)
+
+
+# -- conditions
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_apply_if_finite_leaves_everything_as_it_was(dtype, two_tiers):
+    params = make_params(SHAPES, dtype)
+    grads = record_gradients(params, STEPS)
+    bad = jax.tree.map(jnp.copy, grads[2])
+    bad["embed"] = bad["embed"].at[3, 3].set(jnp.nan)
+    with tiered(two_tiers) as store:
+        tx = optax.apply_if_finite(jmo.adamw(1e-2, store=store), 5)
+        half, state = run(tx, params, grads[:2])
+        before = jmo.read_state(state.inner_state)
+        same, state = run(tx, half, [bad], state)
+        assert_bits_equal(same, half)
+        assert_bits_equal(jmo.read_state(state.inner_state), before)
+        assert int(state.inner_state.count) == 2
+        new, _ = run(tx, same, grads[2:], state)
+    with jmo.Store() as store:
+        expected, _ = run(jmo.adamw(1e-2, store=store), params, grads)
+        assert_bits_equal(new, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_updates_skipped_by_cond(dtype, two_tiers):
+    params = make_params(SHAPES, dtype)
+    grads = record_gradients(params, STEPS)
+    with tiered(two_tiers) as store:
+        tx = jmo.adamw(1e-2, store=store)
+
+        @jax.jit
+        def step(params, state, grad, wanted):
+            def real(params, state):
+                updates, state = tx.update(grad, state, params)
+                return optax.apply_updates(params, updates), state
+
+            return jax.lax.cond(wanted, real, lambda params, state: (params, state), params, state)
+
+        new, state = params, tx.init(params)
+        for index, grad in enumerate(grads):
+            new, state = step(new, state, grad, index % 2 == 0)
+        masters, _ = run_reference(optax.adamw(1e-2), params, grads[::2])
+        assert int(state.count) == 3
+        if dtype == jnp.float32:
+            assert_close(new, masters)
+        else:
+            assert_close(jmo.read_masters(state, new), masters)
+
+
+def test_accumulation_in_the_loop():
+    """D5, second half: the remedy for MultiSteps. Zero update off the boundary; inner count 1 after 3, 2 after 6."""
+    params = make_params(SHAPES)
+    grads = record_gradients(params, 6)
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, store=store)
+
+        @jax.jit
+        def step(params, state, total, grad, index):
+            total = jax.tree.map(lambda a, b: a + b / 3, total, grad)
+
+            def real(params, state, total):
+                updates, state = tx.update(total, state, params)
+                return optax.apply_updates(params, updates), state, jax.tree.map(jnp.zeros_like, total)
+
+            return jax.lax.cond(index % 3 == 2, real, lambda *same: same, params, state, total)
+
+        new, state, total = params, tx.init(params), jax.tree.map(jnp.zeros_like, params)
+        for index, grad in enumerate(grads):
+            previous = new
+            new, state, total = step(new, state, total, grad, index)
+            assert int(state.count) == (index + 1) // 3
+            if index % 3 != 2:
+                assert_bits_equal(new, previous)
+        expected, _ = run_reference(optax.MultiSteps(optax.adamw(1e-2), 3), params, grads)
+        assert_close(new, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_multi_steps_is_refused_with_the_remedy(dtype):
+    """It evaluates the inner update at every micro-step, and goes on from the state before."""
+    params = make_params(SHAPES, dtype)
+    grads = record_gradients(params, 4)
+    with jmo.Store() as store:
+        tx = optax.MultiSteps(jmo.adamw(1e-2, store=store), 2)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)ticket.*MultiSteps.*lax\.cond"):
+            run(tx, params, grads)
+        with pytest.raises(jmo.StaleTicketError):
+            store.flush()
+        with pytest.raises(jmo.StaleTicketError):
+            store.close()
+
+
+def test_lookahead_with_reset(two_tiers):
+    params = make_params(SHAPES)
+    grads = record_gradients(params, 7)
+
+    def train(fast):
+        tx = optax.lookahead(fast, sync_period=3, slow_step_size=0.5, reset_state=True)
+        step = make_step(tx)
+        both = optax.LookaheadParams(fast=params, slow=params)
+        state = tx.init(both)
+        for grad in grads:
+            both, state = step(both, state, grad)
+        return jax.block_until_ready(both), state
+
+    expected, plain = train(optax.adam(1e-2))
+    with tiered(two_tiers) as store:
+        new, state = train(jmo.adam(1e-2, store=store))
+        assert int(state.fast_state.count) == 1  # reset after 3 and 6
+        assert_close(new, expected)
+        assert_close(jmo.read_state(state.fast_state), plain.fast_state)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_lookahead_of_bfloat16_adopts_at_each_synchronisation(reset):
+    params = make_params(SHAPES, BF16)
+    grads = record_gradients(params, 7)
+    with jmo.Store() as store:
+        tx = optax.lookahead(jmo.adam(1e-2, store=store), sync_period=3, slow_step_size=0.5, reset_state=reset)
+        both = optax.LookaheadParams(fast=params, slow=params)
+        step, state = make_step(tx), tx.init(both)
+        for grad in grads:
+            both, state = step(both, state, grad)
+        jax.block_until_ready(both)
+        store.flush()
+        assert store.stats()["adopted_steps"] == (0 if reset else 2)
+        assert all(bool(jnp.isfinite(leaf.astype(jnp.float32)).all()) for leaf in jax.tree.leaves(both))
+
+
+# -- Flax
+
+
+class Perceptron(flax.linen.Module):
+    dtype: object
+
+    @flax.linen.compact
+    def __call__(self, x):
+        x = flax.linen.Dense(64, param_dtype=self.dtype)(x)
+        return flax.linen.Dense(16, param_dtype=self.dtype)(jax.nn.gelu(x))
+
+
+def loss_of(y):
+    return jnp.mean(jnp.square(y.astype(jnp.float32) - 1.0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_linen_train_state_with_donation(dtype, two_tiers):
+    model = Perceptron(dtype)
+    x = jax.random.normal(jax.random.key(0), (8, 128), jnp.float32)
+    params = model.init(jax.random.key(1), x)
+
+    def train(tx, params):
+        @jax.jit
+        def gradients(params):
+            return jax.grad(lambda p: loss_of(model.apply(p, x)))(params)
+
+        step = jax.jit(lambda train, grads: train.apply_gradients(grads=grads), donate_argnums=0)
+        train = TrainState.create(apply_fn=model.apply, params=jax.tree.map(jnp.copy, params), tx=tx)
+        recorded = []
+        for _ in range(STEPS):
+            grads = gradients(train.params)
+            recorded.append(grads)
+            train = step(train, grads)
+        return train, recorded
+
+    with tiered(two_tiers) as store:
+        made = optax.chain(optax.clip_by_global_norm(1.0), jmo.adamw(1e-2, store=store))
+        state, recorded = train(made, params)
+        assert int(state.step) == STEPS
+        plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+        masters, expected = run_reference(plain, params, recorded)
+        if dtype == jnp.float32:
+            assert_close(state.params, masters)
+        else:
+            assert_close(jmo.read_masters(state.opt_state, state.params), masters)
+        assert_close(jmo.read_state(state.opt_state), expected)
+        assert_used_tiers(store)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_nnx_optimizer(dtype, two_tiers):
+    """Key paths end in ``.value`` at init and not at update: it is one optimizer all the same."""
+    x = jax.random.normal(jax.random.key(0), (8, 128), jnp.float32)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.one = nnx.Linear(128, 64, param_dtype=dtype, rngs=rngs)
+            self.two = nnx.Linear(64, 16, param_dtype=dtype, rngs=rngs)
+
+        def __call__(self, x):
+            return self.two(jax.nn.gelu(self.one(x)))
+
+    def train(tx):
+        model = Model(nnx.Rngs(0))
+        first = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def gradients(model):
+            return nnx.grad(lambda model: loss_of(model(x)))(model)
+
+        @nnx.jit
+        def step(model, optimizer, grads):
+            optimizer.update(model, grads)
+
+        recorded = []
+        for _ in range(STEPS):
+            grads = gradients(model)
+            recorded.append(jax.tree.map(jnp.copy, nnx.to_pure_dict(grads)))
+            step(model, optimizer, grads)
+        return first, nnx.to_pure_dict(nnx.state(model, nnx.Param)), optimizer, recorded
+
+    with tiered(two_tiers) as store:
+        first, new, optimizer, recorded = train(jmo.adamw(1e-2, store=store))
+        assert int(optimizer.step.value) == STEPS
+        masters, _ = run_reference(optax.adamw(1e-2), first, recorded)
+        if dtype == jnp.float32:
+            assert_close(new, masters)
+        else:
+            assert_within_ulp(new, masters)
+        stats = store.stats()
+        assert stats["steps"] == STEPS
+        assert len(stats["optimizers"]) == 1
+        assert stats["adopted_steps"] == 0
+        assert_used_tiers(store)
+
+
+# -- JAX's own ways to run a step
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_donation_changes_no_bit(dtype, two_tiers):
+    params = make_params(SHAPES, dtype)
+    grads = record_gradients(params, STEPS)
+    with tiered(two_tiers) as store:
+        expected, expected_state = run(jmo.adamw(1e-2, store=store, name="kept"), params, grads)
+        new, state = run(jmo.adamw(1e-2, store=store, name="donated"), params, grads, donate=True)
+        assert_bits_equal(new, expected)
+        assert_bits_equal(jmo.read_state(state), jmo.read_state(expected_state))
+        assert_used_tiers(store)
+
+
+def test_compiled_ahead_of_time():
+    params = make_params(SHAPES)
+    grads = record_gradients(params, 2)
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, store=store)
+        state = tx.init(params)
+        compiled = make_step(tx).lower(params, state, grads[0]).compile()
+        assert store.stats()["steps"] == 0
+        new = params
+        for grad in grads:
+            new, state = compiled(new, state, grad)
+        expected, _ = run_reference(optax.adamw(1e-2), params, grads)
+        assert_close(new, expected)
+        assert store.stats()["steps"] == 2
+
+
+def test_eval_shape_of_an_update_runs_nothing():
+    params = make_params(SHAPES, BF16)
+    with jmo.Store() as store:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), jmo.adamw(1e-2, store=store))
+        state = tx.init(params)
+        updates, after = jax.eval_shape(tx.update, params, state, params)
+        assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        assert store.stats()["steps"] == 0
+
+
+def test_strict_promotion_and_weak_types():
+    params = make_params(SHAPES, BF16)
+    grads = record_gradients(params, 3)
+    with jmo.Store() as store, jax.numpy_dtype_promotion("strict"):
+        tx = jmo.adamw(1e-2, weight_decay=0.1, store=store)
+        new, state = run(tx, params, grads, apply=jmo.apply_updates)
+    with jmo.Store() as store:
+        expected, _ = run(jmo.adamw(1e-2, weight_decay=0.1, store=store), params, grads)
+    assert_bits_equal(new, expected)
+    assert not state.count.weak_type
+
+
+def test_vmap_and_grad_through_an_update_are_refused_by_jax():
+    params = make_params({"w": (4, 8)})
+    with jmo.Store() as store:
+        tx = jmo.adam(1e-2, store=store)
+        state = tx.init(params)
+        with pytest.raises(NotImplementedError):
+            jax.vmap(lambda g: tx.update({"w": g}, state, params))(jnp.ones((3, 4, 8)))
+
+
+# -- skip_nonfinite
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_skip_nonfinite(dtype, first, two_tiers):
+    """Params, moments and count as they were; counted, warned of; and the steps after are those of a clean run."""
+    params = make_params(SHAPES, dtype)
+    grads = record_gradients(params, 4)
+    bad = jax.tree.map(jnp.copy, grads[0])
+    bad["scalar"] = jnp.asarray(jnp.inf, dtype)
+    with tiered(two_tiers) as store:
+        tx = jmo.adamw(1e-2, weight_decay=0.1, store=store, skip_nonfinite=True)
+        good = [] if first else grads[:2]
+        before, state = run(tx, params, good)
+        moments = None if first else jmo.read_state(state)
+        with pytest.warns(jmo.SkippedStepWarning, match="not finite"):
+            same, state = run(tx, before, [bad], state)
+            store.flush()
+        assert_bits_equal(same, before)
+        assert int(state.count) == len(good)
+        if moments is not None:
+            assert_bits_equal(jmo.read_state(state), moments)
+        assert store.stats()["skipped_steps"] == 1
+        new, state = run(tx, same, grads[len(good) :], state)
+        assert int(state.count) == 4
+        last = jmo.read_state(state)
+        assert store.stats()["adopted_steps"] == 0
+        assert_used_tiers(store)
+    with jmo.Store() as store:
+        expected, state = run(jmo.adamw(1e-2, weight_decay=0.1, store=store), params, grads)
+        assert_bits_equal(new, expected)
+        assert_bits_equal(last, jmo.read_state(state))
+
+
+def test_skip_nonfinite_of_leaves_without_a_record():
+    """sgd without momentum keeps nothing for float32 params; they are skipped too."""
+    params = make_params({"w": (5,)})
+    with jmo.Store() as store:
+        tx = jmo.sgd(0.1, store=store, skip_nonfinite=True)
+        new, state = run(tx, params, [{"w": jnp.full((5,), jnp.nan)}])
+        assert_bits_equal(new, params)
+        assert int(state.count) == 0
