@@ -1,7 +1,7 @@
 """Measures what tiers can do: moves records through the engine's own I/O, as many bytes out as in, and nothing else.
 
-All tiers are pumped at once, since that is how an update uses them (and two tiers may share a device). Files are made and
-written once beforehand. Thread contract: one thread; nothing else should use the tiers meanwhile.
+All tiers are pumped at once, since that is how an update uses them (and two tiers may share a device). Files are made
+and written once beforehand. Thread contract: one thread; nothing else should use the tiers meanwhile.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _pump(engine: Any, states: Sequence[_Tier], record_bytes: int, until_s: floa
             while state.full and state.reading < _IN_FLIGHT:
                 file = state.full.popleft()
                 state.reading += 1
-                engine.read(state.index, str(state.folder / str(file)), _slot(state, file), record_bytes,
-                            state.crc[file], _slot(state, file))  # fmt: skip
+                slot, crc = _slot(state, file), state.crc[file]
+                engine.read(state.index, str(state.folder / str(file)), slot, record_bytes, crc, slot)
             while state.empty and state.writing < _IN_FLIGHT:
                 _write(engine, state, record_bytes)
         _take(engine, states, record_bytes)
@@ -113,7 +113,10 @@ def _write(engine: Any, state: _Tier, record_bytes: int) -> None:
 
 
 def _take(engine: Any, states: Sequence[_Tier], record_bytes: int) -> None:
-    for kind, token, *rest in engine.wait(_WAIT_S, 64):
+    events = engine.wait(_WAIT_S, 64)
+    if not events:
+        raise TimeoutError(f"storage gave no answer for {_WAIT_S:g} s")
+    for kind, token, *rest in events:
         message, error_number, crc = rest[:3]
         if message:
             raise OSError(error_number, message)

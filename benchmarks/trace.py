@@ -37,8 +37,8 @@ class Activity:
     requests: int
     size_bytes: int
     busy_s: float  # at least one request in flight
-    first_s: float | None
-    last_s: float | None
+    first_s: float  # when the first request began (0 without any)
+    last_s: float  # when the last one ended
 
 
 class Trace:
@@ -116,6 +116,6 @@ def activity(spans: Sequence[Span], kind: str, tier: int | None, begin_s: float)
         requests=len(mine),
         size_bytes=sum(span.size_bytes for span in mine),
         busy_s=busy_s(mine),
-        first_s=min((span.begin_s for span in mine), default=begin_s) - begin_s if mine else None,
-        last_s=max(span.end_s for span in mine) - begin_s if mine else None,
+        first_s=min((span.begin_s for span in mine), default=begin_s) - begin_s,
+        last_s=max((span.end_s for span in mine), default=begin_s) - begin_s,
     )

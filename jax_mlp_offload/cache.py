@@ -7,6 +7,9 @@ record is used once, so the one just updated is the one whose next use is furthe
 order; least-recently-used would evict each record just before its use). Records that are due go only where nothing else
 can make progress.
 
+A step wants each record once, mostly in the order of the last step. So once it began, what is outside is *expected*: it
+is read ahead of its operation where that costs no record that is due, and only as far as keeps every tier busy.
+
 The other orders are there for comparison. They begin when all of a step's operations have come (or no more seem to),
 take records strictly in the order of the model, a window at a time, and evict the least recently used one, due or not:
 ``SEQUENTIAL`` is ZeRO-Infinity's, ``ALTERNATING`` turns round at each step, as MLP-Offload does (arXiv 2509.02480).
@@ -34,7 +37,8 @@ class DeviceCache:
     Args:
       ordinal: the device.
       order: how records are taken and evicted.
-      window: most records that wait for a slot at once, in the orders that are not resident-first.
+      window: records on their way that keep every tier busy: in the orders that are not resident-first, most that wait
+        for a slot at once; else half of those that may be read ahead.
     """
 
     def __init__(self, ordinal: int, order: Order = Order.RESIDENT_FIRST, window: int = 4) -> None:
@@ -53,8 +57,13 @@ class DeviceCache:
         self.forced = False  # the program hands over one bucket at a time
         self._window = window
         self._asked: list[tuple[tuple[int, int, int], int, Record, Operation]] = []  # heap
-        self._arrivals = itertools.count()
+        self._numbers = itertools.count()
         self._misses: dict[int | None, OrderedDict[int, Record]] = {}  # by the tier they are on; None: nothing stored
+        self.ahead_bytes: dict[int, int] = {}  # bytes that are expected to be read, by tier
+        self._expected: dict[int, OrderedDict[int, Record]] = {}  # by the tier they are on
+        self._expecting = 0
+        self._fetched: dict[int, Record] = {}  # read ahead of their operation, which has not come
+        self._arrivals: dict[int, list[int]] = {}  # buckets of each optimizer's last step, as they came
         # records that rest in a slot, by index, in the order of their updates
         self._over: OrderedDict[int, Record] = OrderedDict()
         self._due: OrderedDict[int, Record] = OrderedDict()
@@ -65,6 +74,10 @@ class DeviceCache:
         self._open_ops = 0
         self._phase_ops = 0
         self._most_open_ops = 0
+        self._open_since_s = 0.0
+        self._open_s = 0.0
+        self._phase_since_s = 0.0
+        self._last_end_s = 0.0
 
     def add_slots(self, slots: range) -> None:
         """More slots for this device."""
@@ -78,22 +91,37 @@ class DeviceCache:
 
     # -- steps and operations
 
-    def begin_turn(self, instance: int, serial: int, operations: int) -> None:
-        """An operation starts; if it is the first of a new step of its optimizer, the records are due again.
+    def begin_turn(self, instance: int, serial: int, buckets: list[list[Record]], reads: bool, now_s: float) -> bool:
+        """An operation starts. If it is the first of a new step of its optimizer, the records are due again.
 
         Args:
           instance: the optimizer.
           serial: the step.
-          operations: how many of them the step has on this device.
+          buckets: its records on this device.
+          reads: whether the step wants what is stored.
+          now_s: the time.
+
+        Returns:
+          whether it is the first.
         """
-        self._to_come[instance] = self._to_come.get(instance, 0) - 1
         begun = self._begun.setdefault(instance, deque(maxlen=IDLE_STEPS))
         if begun and begun[-1] >= serial:
-            return
+            self._to_come[instance] -= 1
+            return False
         begun.append(serial)
-        self._to_come[instance] = operations - 1
+        self._to_come[instance] = len(buckets) - 1
         self._backwards = self.order is Order.ALTERNATING and not self._backwards
-        self._learn()
+        self._learn(now_s)
+        self._regroup(instance)
+        self.expect_none(instance)
+        arrivals, self._arrivals[instance] = self._arrivals.get(instance, []), []
+        if reads and not self.forced and self.order is Order.RESIDENT_FIRST:
+            for bucket in arrivals:
+                self._expect(buckets[bucket])
+        return True
+
+    def _regroup(self, instance: int) -> None:
+        begun = self._begun[instance]
         horizon = begun[0] if len(begun) == IDLE_STEPS else 0
         resting = [*self._idle.values(), *self._due.values(), *self._over.values()]
         over, self._due, self._idle = self._over, OrderedDict(), OrderedDict()
@@ -106,22 +134,34 @@ class DeviceCache:
             else:
                 self._due[record.index] = record
 
-    def op_arrived(self) -> None:
+    def op_arrived(self, now_s: float) -> None:
         """An operation of this device came."""
+        if self._open_ops == 0:
+            self._open_since_s = now_s
         self._phase_ops += 1
         self._open_ops += 1
         self._most_open_ops = max(self._most_open_ops, self._open_ops)
 
-    def op_ended(self) -> None:
+    def op_ended(self, now_s: float) -> None:
         """An operation of this device ended."""
         self._open_ops -= 1
+        self._last_end_s = now_s
+        if self._open_ops == 0:
+            self._open_s += now_s - self._open_since_s
 
-    def _learn(self) -> None:
-        """Learns from the step that ended whether operations come one by one; the new one's first has come."""
+    def _learn(self, now_s: float) -> None:
+        """Learns from the step that ended whether operations come one by one; the new one's first has come.
+
+        That none ever met another says so only where they took most of the time: else they may just have been quick.
+        """
         if self._phase_ops > 2:
-            self.forced = self._most_open_ops == 1
+            if self._most_open_ops > 1:
+                self.forced = False
+            elif 2 * self._open_s > self._last_end_s - self._phase_since_s:
+                self.forced = True
         self._phase_ops = 1
         self._most_open_ops = self._open_ops
+        self._open_s, self._phase_since_s = 0.0, now_s
 
     # -- records that operations ask for
 
@@ -131,7 +171,7 @@ class DeviceCache:
         if self.order is not Order.RESIDENT_FIRST:
             sign = -1 if self._backwards else 1
             key = (operation.serial, sign * record.bucket, sign * record.subgroup)
-        heapq.heappush(self._asked, (key, next(self._arrivals), record, operation))
+        heapq.heappush(self._asked, (key, next(self._numbers), record, operation))
 
     @property
     def pending(self) -> int:
@@ -148,7 +188,7 @@ class DeviceCache:
             return None
         if self.order is not Order.RESIDENT_FIRST:
             if desperate or self.forced:
-                self._to_come.clear()
+                self._to_come = dict.fromkeys(self._to_come, 0)
             if self.waiting >= self._window or any(count > 0 for count in self._to_come.values()):
                 return None
         _, _, record, operation = heapq.heappop(self._asked)
@@ -159,6 +199,60 @@ class DeviceCache:
         if any(entry[3] is operation for entry in self._asked):
             self._asked = [entry for entry in self._asked if entry[3] is not operation]
             heapq.heapify(self._asked)
+
+    # -- records that operations will ask for
+
+    def came(self, records: list[Record], instance: int, bucket: int) -> None:
+        """The operation on these records starts: they are expected no longer."""
+        self._arrivals[instance].append(bucket)
+        for record in records:
+            self._unexpect(record)
+
+    def expect_none(self, instance: int) -> None:
+        """The optimizer's step will not ask for more."""
+        for queue in list(self._expected.values()):
+            for record in [record for record in queue.values() if record.instance == instance]:
+                self._unexpect(record)
+        self._fetched = {i: record for i, record in self._fetched.items() if record.instance != instance}
+
+    def was_fetched(self, record: Record) -> bool:
+        """Whether the record was read ahead for the operation that asks for it now."""
+        return self._fetched.pop(record.index, None) is not None
+
+    @property
+    def ahead(self) -> int:
+        """How many more records may be read ahead."""
+        return min(self._expecting, self._most_ahead - len(self._fetched))
+
+    @property
+    def lacking(self) -> int:
+        """Slots that are needed and not about to be free."""
+        return self.waiting + max(0, self.ahead - len(self.free)) - self.writing
+
+    def next_ahead(self, tier: int) -> Record:
+        """The next record that is expected and on this tier, to be read now."""
+        record = next(iter(self._expected[tier].values()))
+        self._unexpect(record)
+        self._fetched[record.index] = record
+        return record
+
+    def _expect(self, records: list[Record]) -> None:
+        for record in records:
+            if record.life is Life.STORED and not record.void and record.tier is not None:
+                self._expected.setdefault(record.tier, OrderedDict())[record.index] = record
+                self._expecting += 1
+                self.ahead_bytes[record.tier] = self.ahead_bytes.get(record.tier, 0) + record.size_bytes
+
+    def _unexpect(self, record: Record) -> None:
+        tier = record.tier
+        if tier is None or self._expected.get(tier, OrderedDict()).pop(record.index, None) is None:
+            return
+        self._expecting -= 1
+        _add(self.ahead_bytes, tier, -record.size_bytes)
+
+    @property
+    def _most_ahead(self) -> int:
+        return min(2 * self._window, len(self.slots) // 2)
 
     # -- records that wait for a slot
 
@@ -194,11 +288,7 @@ class DeviceCache:
     def _count(self, record: Record, sign: int) -> None:
         self.waiting += sign
         if record.tier is not None:
-            left = self.waiting_bytes.get(record.tier, 0) + sign * record.size_bytes
-            if left:
-                self.waiting_bytes[record.tier] = left
-            else:
-                del self.waiting_bytes[record.tier]
+            _add(self.waiting_bytes, record.tier, sign * record.size_bytes)
 
     # -- records that hold a slot
 
@@ -216,6 +306,7 @@ class DeviceCache:
 
     def wake(self, record: Record) -> None:
         """The record rests no longer."""
+        self._fetched.pop(record.index, None)
         for group in (self._over, self._due, self._idle):
             if group.pop(record.index, None) is not None:
                 return
@@ -237,3 +328,9 @@ class DeviceCache:
         if self._over:
             return next(reversed(self._over.values()))
         return next(reversed(self._due.values())) if due_too and self._due else None
+
+
+def _add(sizes: dict[int, int], tier: int, size_bytes: int) -> None:
+    sizes[tier] = sizes.get(tier, 0) + size_bytes
+    if not sizes[tier]:
+        del sizes[tier]

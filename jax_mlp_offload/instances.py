@@ -41,6 +41,11 @@ class Instance:
     serials: list[int] = dataclasses.field(default_factory=list)  # of the last steps that ran, skipped ones excluded
     adopted_serials: set[int] = dataclasses.field(default_factory=set)  # those of them that adopted params
 
+    @property
+    def buckets(self) -> int:
+        """Operations of a step on each device."""
+        return len(self.records) // len(self.devices)
+
     def describe(self, record: Record) -> str:
         """A record in words, for messages."""
         names = self.leaf_names(record.bucket, record.subgroup)

@@ -38,6 +38,7 @@ class Operations:
         self._open: dict[int, Operation] = {}
         self._steps: dict[int, Step] = {}  # by request
         self._turns: dict[tuple[int, int, int], list[Operation]] = {}  # on the same records; the first one runs
+        self.now_s = 0.0  # of the event that is being told
         self._held: OrderedDict[Step, float] = OrderedDict()  # refused steps that are not whole, since when
 
     @property
@@ -56,13 +57,13 @@ class Operations:
     # -- arrival
 
     def arrive(
-        self, request: int, instance: int, bucket: int, device: int, run_id: int, ticket: int, skip: bool, now_s: float
+        self, request: int, instance: int, bucket: int, device: int, run_id: int, ticket: int, skip: bool
     ) -> None:
         """XLA handed over one bucket of one device; what may start is in ``ready``."""
         owner = self.instances[instance]
         step = owner.ledger.admit(bucket, device, run_id, ticket)
         if step.doomed is not None:
-            self._hold(owner, step, request, now_s)
+            self._hold(owner, step, request)
             return
         if ticket == 0 and not step.begun and not step.failed and step.serial == owner.ledger.era:
             owner.start_afresh()
@@ -71,10 +72,10 @@ class Operations:
         operation = Operation(request, instance, bucket, device, step.serial, skip=skip, fresh=ticket == 0)
         self._open[request] = operation
         self._steps[request] = step
-        self._devices[device].op_arrived()
+        self._devices[device].op_arrived(self.now_s)
         self._turns.setdefault((instance, bucket, device), []).append(operation)
         if step.failed:
-            self._fail([operation])
+            self._fail([operation], owner.ledger.broken or "")
         else:
             self._next_turn(operation)
 
@@ -85,13 +86,13 @@ class Operations:
             turns[0].started = True
             self.ready.append(turns[0])
 
-    def _hold(self, owner: Instance, step: Step, request: int, now_s: float) -> None:
+    def _hold(self, owner: Instance, step: Step, request: int) -> None:
         step.held.append(request)
         if owner.ledger.all_here(step):
             self._held.pop(step, None)
             self._fail_held(step)
         else:
-            self._held.setdefault(step, now_s)
+            self._held.setdefault(step, self.now_s)
 
     def _fail_held(self, step: Step) -> None:
         assert step.doomed is not None
@@ -102,11 +103,11 @@ class Operations:
         """When the oldest refused step stops waiting for its other operations."""
         return next(iter(self._held.values())) + DOOM_GRACE_S if self._held else None
 
-    def give_up(self, now_s: float) -> None:
+    def give_up(self) -> None:
         """Fails refused steps that waited too long for their other operations."""
         while self._held:
             step, since_s = next(iter(self._held.items()))
-            if now_s < since_s + DOOM_GRACE_S:
+            if self.now_s < since_s + DOOM_GRACE_S:
                 return
             del self._held[step]
             for owner in self.instances.values():
@@ -164,7 +165,7 @@ class Operations:
         owner = self.instances[operation.instance]
         step = self._steps.pop(operation.request)
         del self._open[operation.request]
-        self._devices[operation.device].op_ended()
+        self._devices[operation.device].op_ended(self.now_s)
         key = operation.instance, operation.bucket, operation.device
         turns = self._turns[key]
         turns.remove(operation)
@@ -214,7 +215,7 @@ class Operations:
             owner.error = owner.error or cause
         for step in [*owner.ledger.open_steps(), *(self._steps[op.request] for op in operations)]:
             step.failed = step.failed or not old or step.serial < owner.ledger.era
-        self._fail(operations, at_once)
+        self._fail(operations, str(cause), at_once)
 
     def fail_held(self) -> None:
         """Ends every refused step at once."""
@@ -224,12 +225,13 @@ class Operations:
                 owner.ledger.give_up(step)
             self._fail_held(step)
 
-    def _fail(self, operations: list[Operation], at_once: bool = False) -> None:
+    def _fail(self, operations: list[Operation], cause: str, at_once: bool = False) -> None:
         for operation in operations:
-            operation.failed = True
+            operation.failed, operation.cause = True, cause
             operation.poisoned = not at_once
             cache = self._devices[operation.device]
             cache.withdraw(operation)
+            cache.expect_none(operation.instance)
             for record in self.instances[operation.instance].records[operation.bucket, operation.device]:
                 self._let_go(cache, record, operation)
         self.ready = [operation for operation in self.ready if not operation.failed]
@@ -256,5 +258,5 @@ class Operations:
         together = [op for op in operations if op.failed and not op.poisoned]
         if together and not any(op.updating or op.handing_back for op in operations):
             for op in together:
-                self.actions.append(Fail(op.request, str(owner.error)))
+                self.actions.append(Fail(op.request, op.cause))
                 self._ended(op)

@@ -180,13 +180,12 @@ class Placement:
         if not live:
             return
         total = sum(self._speeds[i] for i in live)
-        exact = {i: self._speeds[i] / total * writes for i in live}
         for i in live:
-            self.tiers[i].cap = max(1, int(exact[i]))
-        # what rounding down left over goes where the share is furthest from exact
-        left = max(0, writes - sum(self.tiers[i].cap for i in live))
-        for i in sorted(live, key=lambda i: self.tiers[i].cap - exact[i])[:left]:
-            self.tiers[i].cap += 1
+            self.tiers[i].cap = max(1, int(self._speeds[i] / total * writes))
+        # what rounding down left over goes where it is done first
+        for _ in range(writes - sum(self.tiers[i].cap for i in live)):
+            first = min(live, key=lambda i: (self.tiers[i].cap + 1) / self._speeds[i])
+            self.tiers[first].cap += 1
 
     def _changed(self) -> None:
         self._speeds = self.speeds()
@@ -210,12 +209,24 @@ class Placement:
         """Whether any live tier has room for a record of this size, now or when its queue is shorter."""
         return any(tier.has_room(size_bytes) for tier in self.tiers)
 
-    def choose_read(self, waiting_bytes: dict[int, int]) -> int:
-        """The tier to read from next: the one that needs longest for what waits on it and what it is reading."""
-        return max(
-            waiting_bytes,
-            key=lambda i: ((waiting_bytes[i] + self.tiers[i].reads.in_flight_bytes) / self._speeds[i], -i),
-        )
+    def choose_read(self, waiting_bytes: dict[int, int], ahead_bytes: dict[int, int]) -> int | None:
+        """The tier to read from next.
+
+        One that would idle comes first, then the one that needs longest for all that is to be read from it. What is
+        read ahead never queues.
+
+        Args:
+          waiting_bytes: by tier, what operations wait for.
+          ahead_bytes: by tier, what they will want later.
+        """
+
+        def key(i: int) -> tuple[bool, bool, float]:
+            reads = self.tiers[i].reads
+            left = waiting_bytes.get(i, 0) + ahead_bytes.get(i, 0) + reads.in_flight_bytes
+            return reads.in_flight < QUEUE, i in waiting_bytes, left / self._speeds[i]
+
+        idling = [i for i in ahead_bytes if i not in waiting_bytes and self.tiers[i].reads.in_flight < QUEUE]
+        return max([*waiting_bytes, *idling], key=key, default=None)
 
     # -- traffic
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mlp_offload.state import OffloadState
 from jax_mlp_offload.store import Store, live_stores
-from jax_mlp_offload.transform import Binding
+from jax_mlp_offload.transform import Binding, canonical_path
 
 _Records = dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
 
@@ -37,29 +37,35 @@ def read_state(state: Any) -> Any:
 
 
 def read_masters(state: Any, params: Any) -> Any:
-    """Returns float32 masters: 16-bit params put together with their remainders; float32 params as they are.
+    """Returns float32 masters: 16-bit params put together with what the store holds of them.
 
     Args:
-      state: an :class:`OffloadState` (or a tree that holds exactly one).
+      state: an optimizer state in which :class:`OffloadState` stands anywhere, also several times.
       params: the params that belong to it.
 
     Returns:
-      A tree like ``params``, float32.
+      A tree like ``params``, float32. float32 params, and leaves that no offloaded optimizer holds, are as they are.
+
+    Raises:
+      ValueError: if no open store holds the state, or ``params`` lacks a leaf of it.
     """
-    found = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(leaf)]
-    if len(found) != 1:
-        raise ValueError(f"read_masters needs one offloaded state; this tree holds {len(found)}")
-    store, binding = _find(found[0])
-    records = _records(found[0], store, binding)
-    flat, treedef = jax.tree.flatten(params)
-    masters = []
-    for index, param in enumerate(flat):
-        if param.dtype == jnp.float32 or param.size == 0:
-            masters.append(jnp.asarray(param, jnp.float32))
-            continue
-        section = _section(binding, records, index, "master", store)
-        masters.append(_join(param, section))
-    return jax.tree.unflatten(treedef, masters)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    masters = {canonical_path(path): param for path, param in flat}
+    for found in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
+        if not masters or not _ticket(found):
+            continue  # no update yet: the masters are the params
+        store, binding = _find(found)
+        records = _records(found, store, binding)
+        for index, (leaf, shape) in enumerate(zip(binding.plan.leaves, binding.shapes, strict=True)):
+            param = masters.get(leaf.path)
+            if param is None or (param.shape, param.dtype.name) != (shape, leaf.dtype):
+                raise ValueError(
+                    f"read_masters: the state is that of a param {leaf.path} of shape {shape} and dtype {leaf.dtype}, "
+                    "which the given params lack; give the whole tree of params that the optimizer updates"
+                )
+            if param.dtype != jnp.float32 and param.size and records is not None:
+                masters[leaf.path] = _join(param, _section(binding, records, index, "master", store))
+    return jax.tree.unflatten(treedef, [jnp.asarray(master).astype(jnp.float32) for master in masters.values()])
 
 
 def _is_state(x: Any) -> bool:
@@ -72,7 +78,7 @@ def _map(state: Any, function: Callable[[OffloadState], Any]) -> Any:
 
 def _find(state: OffloadState) -> tuple[Store, Binding]:
     """The store and optimizer that this state belongs to."""
-    ticket = int(np.asarray(state.ticket)[0])
+    ticket = _ticket(state)
     candidates = [
         (store, binding) for store in live_stores() for binding in store.bindings() if isinstance(binding, Binding)
     ]
@@ -92,9 +98,15 @@ def _find(state: OffloadState) -> tuple[Store, Binding]:
     return candidates[0]
 
 
+def _ticket(state: OffloadState) -> int:
+    return int(np.asarray(state.ticket)[0])
+
+
 def _records(state: OffloadState, store: Store, binding: Binding) -> _Records | None:
-    ticket = int(np.asarray(state.ticket)[0])
-    return store.engine.read_records(binding.number, ticket) if ticket else None
+    """The records of a state; None if nothing is stored, as before the first update and after a first one skipped."""
+    ticket = _ticket(state)
+    records = store.engine.read_records(binding.number, ticket) if ticket else {}
+    return records if any(record is not None for row in records.values() for record in row) else None
 
 
 def _optax_state(state: OffloadState) -> Any:
@@ -174,6 +186,7 @@ def _shard(
     return np.concatenate(parts)[begin : begin + binding.plan.leaves[leaf].elements]
 
 
+@jax.jit
 def _join(param: jax.Array, section: jax.Array) -> jax.Array:
     """Masters from params and what the record adds to them (int16 remainders, or whole float32 masters)."""
     if section.dtype == jnp.float32:

@@ -57,7 +57,6 @@ class Scheduler:
         self._tier_errors: list[errors.OffloadError] = []  # why tiers were retired
         self._moving: dict[DeviceCache, None] = {}  # devices to look at before the event is over, in order
         self._blocked: dict[DeviceCache, None] = {}  # devices that wait for a tier, in order
-        self._now_s = 0.0
 
     # -- set-up
 
@@ -145,13 +144,13 @@ class Scheduler:
         self, request: int, instance: int, bucket: int, device: int, run_id: int, ticket: int, skip: bool, now_s: float
     ) -> None:
         """XLA handed over one bucket of one device."""
-        self._now_s = now_s
-        self._operations.arrive(request, instance, bucket, device, run_id, ticket, skip, now_s)
+        self._operations.now_s = now_s
+        self._operations.arrive(request, instance, bucket, device, run_id, ticket, skip)
         self._settle()
 
     def read_done(self, record: Record, error: errors.OffloadError | None, now_s: float) -> None:
         """A record was read, or could not be."""
-        self._now_s = now_s
+        self._operations.now_s = now_s
         cache = self.devices[record.device]
         assert record.life is Life.READING and record.tier is not None, record
         cache.reading -= self._arrives(record)
@@ -175,7 +174,7 @@ class Scheduler:
 
     def write_done(self, record: Record, crc: int, error: errors.OffloadError | None, now_s: float) -> None:
         """A record was written out, or could not be."""
-        self._now_s = now_s
+        self._operations.now_s = now_s
         cache = self.devices[record.device]
         assert record.life is Life.WRITING and record.tier is not None, record
         cache.writing -= self._arrives(record)
@@ -197,7 +196,7 @@ class Scheduler:
 
     def update_done(self, record: Record, adopted_leaves: Sequence[int], now_s: float) -> None:
         """The kernel has updated a record."""
-        self._now_s = now_s
+        self._operations.now_s = now_s
         cache = self.devices[record.device]
         assert record.life is Life.UPDATING and record.wanted_by is not None, record
         operation = record.wanted_by
@@ -214,18 +213,18 @@ class Scheduler:
 
     def handed_back(self, request: int, now_s: float) -> None:
         """The old params are in the operation's results."""
-        self._now_s = now_s
+        self._operations.now_s = now_s
         self._operations.handed_back(request)
         self._settle()
 
     def tick(self, now_s: float) -> None:
         """Time passed: acts on stalls, on refused steps that never became whole, and on storage that gives no answer."""
-        self._now_s = now_s
+        self._operations.now_s = now_s
         for cache in self.devices.values():
             if cache.stalled_since_s is not None and now_s >= cache.stalled_since_s + STALL_GRACE_S:
                 cache.stalled_since_s = now_s
                 self._move(cache, desperate=True)
-        self._operations.give_up(now_s)
+        self._operations.give_up()
         while self._in_flight and now_s >= next(iter(self._in_flight.values())) + self.deadline_s:
             self._give_up(self.records[next(iter(self._in_flight))])
         self._settle()
@@ -254,8 +253,12 @@ class Scheduler:
         owner = self.instances[operation.instance]
         assert cache.slots, f"device {operation.device} has no slots"
         self._begin_step(owner, operation)
-        cache.begin_turn(operation.instance, operation.serial, len(owner.records) // len(owner.devices))
-        records = owner.records[operation.bucket, operation.device]
+        buckets = [owner.records[bucket, operation.device] for bucket in range(owner.buckets)]
+        cache.begin_turn(
+            operation.instance, operation.serial, buckets, not operation.skip and not operation.fresh, self._operations.now_s
+        )
+        records = buckets[operation.bucket]
+        cache.came(records, operation.instance, operation.bucket)
         for record in records:
             record.asked = operation.serial
             record.void = record.void or operation.fresh
@@ -290,7 +293,7 @@ class Scheduler:
         if self._operations.others_run(operation):
             self.placement.extend_phase(writes)
         else:
-            self.placement.begin_phase(writes, self._now_s)
+            self.placement.begin_phase(writes, self._operations.now_s)
 
     def _fail(self, owner: Instance, cause: errors.OffloadError, serial: int | None = None) -> None:
         self._operations.fail(owner, cause, serial)
@@ -310,10 +313,9 @@ class Scheduler:
             self.placement.forget(record.tier, record.size_bytes)
             record.life, record.tier = Life.ABSENT, None
         if record.life in (Life.STORED, Life.ABSENT):
-            self.misses += record.life is Life.STORED
             cache.wait(record)
         else:
-            self.hits += 1
+            self.hits += not cache.was_fetched(record)
             if record.life is Life.DIRTY:
                 cache.wake(record)
                 self._start_update(record)
@@ -338,8 +340,8 @@ class Scheduler:
     def _move(self, cache: DeviceCache, desperate: bool = False) -> None:
         """Moves a device on as far as it goes: slots to waiting records, victims to tiers."""
         while True:
-            while cache.free and cache.waiting:
-                self._fill(cache)
+            while cache.free and self._fill(cache):
+                pass
             asked = cache.next_asked(desperate)
             if asked is None:
                 break
@@ -348,12 +350,13 @@ class Scheduler:
         if cache.pending == 0 or not cache.idle:
             cache.stalled_since_s = None
         elif cache.stalled_since_s is None:
-            cache.stalled_since_s = self._now_s
+            cache.stalled_since_s = self._operations.now_s
 
     def _evict(self, cache: DeviceCache, desperate: bool) -> None:
         """Writes out as many victims as records wait for a slot, as far as tiers pull."""
-        while cache.waiting > cache.writing:
-            record = cache.victim(desperate or self._may_evict_due(cache))
+        while cache.lacking > 0:
+            due_too = cache.waiting > cache.writing and (desperate or self._may_evict_due(cache))
+            record = cache.victim(due_too)
             if record is None:
                 if cache.stuck == len(cache.slots):
                     self._fail_waiting(cache, next(c for i, c in self._overdue.items() if self._lives_on(i, cache)))
@@ -372,26 +375,31 @@ class Scheduler:
         """Where buckets come one by one there may be no other victim; more than keeps the tiers busy is a waste."""
         return cache.forced and cache.updating == 0 and cache.reading + cache.writing < self._depth
 
-    def _fill(self, cache: DeviceCache) -> None:
+    def _fill(self, cache: DeviceCache) -> bool:
+        """Gives a free slot to the record that should have it; false if none should."""
         record = cache.next_absent()
         if record is not None:
             record.slot = cache.free.pop()
             self._start_update(record)
-            return
-        tier = self.placement.choose_read(cache.waiting_bytes)
-        record = cache.next_from(tier)
+            return True
+        tier = self.placement.choose_read(cache.waiting_bytes, cache.ahead_bytes if cache.ahead > 0 else {})
+        if tier is None:
+            return False
+        record = cache.next_from(tier) if tier in cache.waiting_bytes else cache.next_ahead(tier)
         record.slot = cache.free.pop()
         record.life = Life.READING
         cache.reading += 1
-        self._in_flight[record.index] = self._now_s
-        self.placement.read_begins(tier, record.size_bytes, self._now_s)
+        self.misses += 1
+        self._in_flight[record.index] = self._operations.now_s
+        self.placement.read_begins(tier, record.size_bytes, self._operations.now_s)
         self._operations.actions.append(Read(record))
+        return True
 
     def _write(self, cache: DeviceCache, record: Record, tier: int) -> None:
         record.life, record.tier = Life.WRITING, tier
         cache.writing += 1
-        self._in_flight[record.index] = self._now_s
-        self.placement.write_begins(tier, record.size_bytes, self._now_s)
+        self._in_flight[record.index] = self._operations.now_s
+        self.placement.write_begins(tier, record.size_bytes, self._operations.now_s)
         self._operations.actions.append(Write(record))
 
     # -- tiers

@@ -146,10 +146,10 @@ def _update(
 def _flatten(params: Any) -> tuple[list[tuple[str, Any]], Any]:
     """(canonical path, leaf) of each leaf, and the treedef."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    return [(_path(path), leaf) for path, leaf in flat], treedef
+    return [(canonical_path(path), leaf) for path, leaf in flat], treedef
 
 
-def _path(path: Sequence[Any]) -> str:
+def canonical_path(path: Sequence[Any]) -> str:
     """A path as text. nnx has ``.value`` at its end at init and not at update: it is left out."""
     keys = list(path)
     if keys and str(keys[-1]) in (".value", "['value']") and isinstance(keys[-1], jax.tree_util.GetAttrKey):
@@ -223,7 +223,7 @@ def _bind(
     binding: Binding = options.store.bind(
         described, lambda: _register(rule, options, key, declared, treedef, layout, decays)
     )
-    return dataclasses.replace(binding, treedef=treedef, rule=rule)
+    return dataclasses.replace(binding, treedef=treedef)
 
 
 def _declared(
@@ -271,4 +271,11 @@ def _register(
     bucket_reads = tuple(reads[plan.leaves[bucket.leaves[0]].dtype] for bucket in plan.buckets)
     program = Program(engine.number, number, plan, bucket_reads, layout.mesh if layout.wrap else None, layout.specs)
     shapes = tuple(shape for _, shape, _ in declared.leaves)
-    return Binding(key, name, number, rule, plan, layout, shapes, treedef, program.make())
+    return Binding(key, name, number, _without_tracers(rule), plan, layout, shapes, treedef, program.make())
+
+
+def _without_tracers(rule: Rule) -> Rule:
+    """The rule to keep beyond this trace: which optimizer it is stays, values that live in the trace do not."""
+    fields = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}  # type: ignore[arg-type]
+    traced = {name: 0.0 for name, value in fields.items() if isinstance(value, jax.core.Tracer)}
+    return dataclasses.replace(rule, **traced) if traced else rule  # type: ignore[type-var]

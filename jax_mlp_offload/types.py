@@ -59,6 +59,7 @@ class Operation:
     pending: int = 0  # records not updated yet
     updating: int = 0  # records that a kernel works on
     failed: bool = False
+    cause: str = ""
     poisoned: bool = True  # once failed: hand back old params (else raise at once)
     handing_back: bool = False
 

@@ -38,7 +38,7 @@ from models.transformer import Config
 
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 STATE_BYTES_PER_PARAM = {"bf16": 10, "f32": 8}
-STEPS, STEPS_COMPARED = 60, 20
+STEPS, STEPS_COMPARED = 50, 20
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 

@@ -27,6 +27,7 @@ PLAIN_LINES = 12
 """How many progress lines a run prints where there is no terminal."""
 
 COMPARED_STEPS = 20
+AVERAGED_STEPS = 10
 TOLERANCE = 1e-3
 
 
@@ -179,6 +180,9 @@ def summary_table(result: Result, *, params: int, host_memory: str) -> Table:
     if result.step_s:
         rows.append(("first step, with compilation", f"{result.step_s[0]:.2f} s"))
         rows.append(("final loss", f"{result.losses[-1]:.4f}, from {result.losses[0]:.4f}"))
+    if len(result.losses) > AVERAGED_STEPS:
+        mean = statistics.fmean(result.losses[-AVERAGED_STEPS:])
+        rows.append((f"mean loss of the last {AVERAGED_STEPS} steps", f"{mean:.4f}"))
     if len(result.step_s) > 1:
         rows.append(("median of the other steps", f"{statistics.median(result.step_s[1:]):.3f} s"))
     if result.traffic.tiers:

@@ -51,8 +51,8 @@ std::string both(const char* text, const A& a, const B& b) {
 // Both sides are evaluated once and must be numbers, enums, pointers or strings.
 #define CHECK_EQ(a, b)                                                                          \
   do {                                                                                          \
-    const auto check_a_ = (a);                                                                 \
-    const auto check_b_ = (b);                                                                 \
+    const auto check_a_ = (a);                                                                  \
+    const auto check_b_ = (b);                                                                  \
     if (!(check_a_ == check_b_))                                                                \
       ::jmo_test::fail(__FILE__, __LINE__, ::jmo_test::both(#a " == " #b, check_a_, check_b_)); \
   } while (0)

@@ -56,7 +56,7 @@ JMO_INLINE AdamElement<Float> adam_element(const AdamFactors& h, Float g, Float 
   const Float nu_hat = nu / h.correction2;
   Float u = mu_hat / (root(nu_hat + h.eps_root) + h.eps);
   if constexpr (kDecay) u = u + h.decay * master;
-  return {mu, nu, h.neg_lr * u};
+  return {canonical(mu), canonical(nu), h.neg_lr * u};
 }
 
 template <bool kDecay, bool kNesterov>
@@ -69,8 +69,8 @@ void adam(const float* hyper, const Operands& in, int n) {
   for (int i = 0; i < n; ++i) {
     const AdamElement next = adam_element<kDecay, kNesterov>(h, grad[i], mu[i], nu[i],
                                                              kDecay ? static_cast<float>(master[i]) : 0.0f);
-    mu_out[i] = canonical(next.mu);
-    nu_out[i] = canonical(next.nu);
+    mu_out[i] = next.mu;
+    nu_out[i] = next.nu;
     update[i] = canonical(next.update);
   }
 }
@@ -79,7 +79,7 @@ void adam(const float* hyper, const Operands& in, int n) {
 // operations is so long that the processor cannot look far enough ahead to overlap several: so the moments
 // and the update of vector i are formed beside the split master of vector i - kLag, whose operations fill the
 // time that the divider needs. The same bits as the separate steps give.
-constexpr int kLag = 8 * kLanes;
+constexpr int kLag = 4 * kLanes;
 
 struct Bf16Operands {
   const char* grad;
@@ -110,11 +110,7 @@ JMO_INLINE void move_bf16(const AdamFactors& h, const Bf16Operands& in, const Gr
   load(in.param + i, param);
   load_signed(in.remainder + i, remainder);
   const Float master = joined_master<Float>(param, remainder);
-  AdamElement<Float> moved = adam_element<kDecay, kNesterov>(h, widened_grad(grad), mu, nu, master);
-  if (__builtin_expect(!all(moved.update == moved.update), false)) {  // a NaN in either moment ends there too
-    moved.mu = canonical(moved.mu);
-    moved.nu = canonical(moved.nu);
-  }
+  const AdamElement<Float> moved = adam_element<kDecay, kNesterov>(h, widened_grad(grad), mu, nu, master);
   store(in.mu + i, moved.mu);
   store(in.nu + i, moved.nu);
   store(in.master + i, master);

@@ -31,8 +31,11 @@
 namespace jmo::kernels::JMO_ISA {
 namespace {
 
+// clang-format off: each uses the ones before it
 #include "ffi/core/kernels/convert.inl"
+#include "ffi/core/kernels/cell.inl"
 #include "ffi/core/kernels/rules.inl"
+// clang-format on
 
 constexpr int kBlock = 512;
 static_assert(kCellElements % kBlock == 0 && kBlock % 32 == 0, "blocks tile a cell and hold whole vectors");
