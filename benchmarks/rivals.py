@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 import time
@@ -123,8 +124,7 @@ def _ours(elements: int, dtype: str, stack: contextlib.ExitStack) -> Callable[[]
 def _torch(elements: int) -> Callable[[], None] | str:
     if importlib.util.find_spec("torch") is None:
         return "not installed"
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     param = torch.full((elements,), 0.1, requires_grad=True)
     param.grad = torch.randn(elements)
     optimizer = torch.optim.AdamW([param], lr=_LEARNING_RATE, weight_decay=_DECAY, fused=True)
@@ -134,14 +134,12 @@ def _torch(elements: int) -> Callable[[], None] | str:
 def _deepspeed(elements: int) -> Callable[[], None] | str:
     if importlib.util.find_spec("deepspeed") is None:
         return "not installed"
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
+        adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
         param = torch.full((elements,), 0.1, requires_grad=True)
         param.grad = torch.randn(elements)
-        optimizer = DeepSpeedCPUAdam([param], lr=_LEARNING_RATE, weight_decay=_DECAY)  # compiled at first use
+        optimizer = adam([param], lr=_LEARNING_RATE, weight_decay=_DECAY)  # compiled at first use
     except Exception as error:  # whatever its build raises: it becomes the row's text
         return f"does not start: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:60]
     return lambda: _ignore(optimizer.step())

@@ -37,8 +37,8 @@ class DeviceCache:
     Args:
       ordinal: the device.
       order: how records are taken and evicted.
-      window: records on their way that keep every tier busy: in the orders that are not resident-first, most that wait
-        for a slot at once; else half of those that may be read ahead.
+      window: records on their way that keep every tier busy: most that are read ahead, and in the orders that are not
+        resident-first most that wait for a slot at once.
     """
 
     def __init__(self, ordinal: int, order: Order = Order.RESIDENT_FIRST, window: int = 4) -> None:
@@ -63,7 +63,7 @@ class DeviceCache:
         self._expected: dict[int, OrderedDict[int, Record]] = {}  # by the tier they are on
         self._expecting = 0
         self._fetched: dict[int, Record] = {}  # read ahead of their operation, which has not come
-        self._arrivals: dict[int, list[int]] = {}  # buckets of each optimizer's last step, as they came
+        self._arrivals: dict[int, dict[int, None]] = {}  # buckets of each optimizer's last step, as they came
         # records that rest in a slot, by index, in the order of their updates
         self._over: OrderedDict[int, Record] = OrderedDict()
         self._due: OrderedDict[int, Record] = OrderedDict()
@@ -114,7 +114,7 @@ class DeviceCache:
         self._learn(now_s)
         self._regroup(instance)
         self.expect_none(instance)
-        arrivals, self._arrivals[instance] = self._arrivals.get(instance, []), []
+        arrivals, self._arrivals[instance] = self._arrivals.get(instance, {}), {}
         if reads and not self.forced and self.order is Order.RESIDENT_FIRST:
             for bucket in arrivals:
                 self._expect(buckets[bucket])
@@ -204,7 +204,7 @@ class DeviceCache:
 
     def came(self, records: list[Record], instance: int, bucket: int) -> None:
         """The operation on these records starts: they are expected no longer."""
-        self._arrivals[instance].append(bucket)
+        self._arrivals[instance][bucket] = None
         for record in records:
             self._unexpect(record)
 
@@ -238,7 +238,7 @@ class DeviceCache:
 
     def _expect(self, records: list[Record]) -> None:
         for record in records:
-            if record.life is Life.STORED and not record.void and record.tier is not None:
+            if record.life is Life.STORED and record.tier is not None and record.wanted_by is None and not record.void:
                 self._expected.setdefault(record.tier, OrderedDict())[record.index] = record
                 self._expecting += 1
                 self.ahead_bytes[record.tier] = self.ahead_bytes.get(record.tier, 0) + record.size_bytes
@@ -252,7 +252,7 @@ class DeviceCache:
 
     @property
     def _most_ahead(self) -> int:
-        return min(2 * self._window, len(self.slots) // 2)
+        return min(self._window, len(self.slots) // 2)
 
     # -- records that wait for a slot
 

@@ -37,6 +37,7 @@ class Instance:
     error: errors.OffloadError | None = None
     steps: int = 0  # executions that ended well, skipped ones included
     skipped: int = 0
+    longest_gap_s: float = 0.0  # between operations of one step on one device
     adopted: int = 0  # steps in which params were adopted
     serials: list[int] = dataclasses.field(default_factory=list)  # of the last steps that ran, skipped ones excluded
     adopted_serials: set[int] = dataclasses.field(default_factory=set)  # those of them that adopted params

@@ -1,6 +1,8 @@
 """The operations that XLA waits for: which may run, in which order, and how each one ends.
 
 1. An operation of a step that may not run is held until all operations of that step came; they fail together (``ledger``).
+   A program that runs its ops one by one never sends them all: once each device has sent one, and no more have come
+   for longer than they ever took, all devices are at the same op, and they fail too.
 2. The others run, those on the same records one after another, in the order in which they came.
 3. An operation ends well once all its records are updated, with the step's serial as its ticket.
 4. A failure ends every operation of that optimizer on all devices with the *old* params and the poison ticket. One that
@@ -12,15 +14,14 @@ Pure; used by the scheduler's thread only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from jax_mlp_offload import errors
 from jax_mlp_offload.cache import DeviceCache
 from jax_mlp_offload.instances import ForeignParams, Instance
 from jax_mlp_offload.ledger import Step
 from jax_mlp_offload.types import POISON, Action, Complete, Fail, HandBack, Life, Operation, Record, Warn
 
-DOOM_GRACE_S = 10.0  # how long a refused step waits for its other operations
+DOOM_GRACE_S = 10.0  # how long a refused step waits for devices that sent no operation yet
+QUIET_GRACE_S = 0.25  # and once all have sent one, for further operations: so long, or twice what they took before
 
 
 class Operations:
@@ -39,7 +40,8 @@ class Operations:
         self._steps: dict[int, Step] = {}  # by request
         self._turns: dict[tuple[int, int, int], list[Operation]] = {}  # on the same records; the first one runs
         self.now_s = 0.0  # of the event that is being told
-        self._held: OrderedDict[Step, float] = OrderedDict()  # refused steps that are not whole, since when
+        self._held: dict[Step, float] = {}  # refused steps that are not whole, and until when they wait
+        self._arrived_s: dict[tuple[int, int], float] = {}  # by optimizer and device: when the last operation came
 
     @property
     def quiescent(self) -> bool:
@@ -65,6 +67,7 @@ class Operations:
         if step.doomed is not None:
             self._hold(owner, step, request)
             return
+        self._note_gap(owner, step, device)
         if ticket == 0 and not step.begun and not step.failed and step.serial == owner.ledger.era:
             owner.start_afresh()
         if step.failed and owner.ledger.broken is not None and owner.error is None:
@@ -86,13 +89,22 @@ class Operations:
             turns[0].started = True
             self.ready.append(turns[0])
 
+    def _note_gap(self, owner: Instance, step: Step, device: int) -> None:
+        """Learns how long the operations of a step take to follow each other on a device."""
+        came_s = self._arrived_s.get((owner.number, device))
+        if came_s is not None and sum(1 for _, other in step.arrived if other == device) > 1:
+            owner.longest_gap_s = max(owner.longest_gap_s, self.now_s - came_s)
+        self._arrived_s[owner.number, device] = self.now_s
+
     def _hold(self, owner: Instance, step: Step, request: int) -> None:
         step.held.append(request)
         if owner.ledger.all_here(step):
             self._held.pop(step, None)
             self._fail_held(step)
+        elif len({device for _, device in step.arrived}) == len(owner.devices):
+            self._held[step] = self.now_s + min(max(QUIET_GRACE_S, 2 * owner.longest_gap_s), DOOM_GRACE_S)
         else:
-            self._held.setdefault(step, self.now_s)
+            self._held.setdefault(step, self.now_s + DOOM_GRACE_S)
 
     def _fail_held(self, step: Step) -> None:
         assert step.doomed is not None
@@ -100,19 +112,19 @@ class Operations:
         step.held.clear()
 
     def give_up_s(self) -> float | None:
-        """When the oldest refused step stops waiting for its other operations."""
-        return next(iter(self._held.values())) + DOOM_GRACE_S if self._held else None
+        """When the first refused step stops waiting for its other operations."""
+        return min(self._held.values(), default=None)
 
     def give_up(self) -> None:
-        """Fails refused steps that waited too long for their other operations."""
-        while self._held:
-            step, since_s = next(iter(self._held.items()))
-            if self.now_s < since_s + DOOM_GRACE_S:
-                return
-            del self._held[step]
-            for owner in self.instances.values():
-                owner.ledger.give_up(step)
-            self._fail_held(step)
+        """Fails refused steps that waited long enough for their other operations."""
+        for step in [step for step, until_s in self._held.items() if self.now_s >= until_s]:
+            self._give_up(step)
+
+    def _give_up(self, step: Step) -> None:
+        del self._held[step]
+        for owner in self.instances.values():
+            owner.ledger.give_up(step)
+        self._fail_held(step)
 
     # -- progress
 
@@ -219,11 +231,8 @@ class Operations:
 
     def fail_held(self) -> None:
         """Ends every refused step at once."""
-        while self._held:
-            step, _ = self._held.popitem()
-            for owner in self.instances.values():
-                owner.ledger.give_up(step)
-            self._fail_held(step)
+        for step in list(self._held):
+            self._give_up(step)
 
     def _fail(self, operations: list[Operation], cause: str, at_once: bool = False) -> None:
         for operation in operations:

@@ -188,7 +188,8 @@ def test_d5_clip_in_front(dtype):
         new, state = run(tx, params, [{"a": jnp.asarray(3.0), "b": jnp.asarray(4.0)}])
         masters = jmo.read_masters(state, new)
         np.testing.assert_allclose([masters["a"], masters["b"]], [-0.6, -0.8], rtol=1e-6)
-        np.testing.assert_allclose([new["a"], new["b"]], [-0.6, -0.8], rtol=1e-6 if dtype == jnp.float32 else 2**-8)
+        rtol = 1e-6 if dtype == jnp.float32 else 2**-8
+        np.testing.assert_allclose([float(new["a"]), float(new["b"])], [-0.6, -0.8], rtol=rtol)
 
 
 # -- D6: folders
@@ -279,7 +280,7 @@ def test_d7_a_full_file_system(tmp_path):
         small, large = f"{root}/small", f"{root}/large"
         mount = lambda *args: subprocess.run(["mount", *args], check=True)
         mount("-t", "tmpfs", "-o", "size=4m", "none", small)
-        params = make_params({"left": (300000,), "right": (500000,)})  # 6.4 MB of moments
+        params = make_params({"left": (800000,), "right": (1200000,)})  # 16 MB of moments
         grads = record_gradients(params, 4)
         expected, moments = run_reference(optax.adam(1e-2), params, grads)
         options = {"host_memory": "1MiB", "subgroup_elements": 32768}
@@ -300,22 +301,31 @@ def test_d7_a_full_file_system(tmp_path):
             assert len(told) == 1 and is_full(told[0].message), [str(w.message) for w in seen]
             assert [tier["retired"] for tier in store.stats()["tiers"]] == [True, False]
 
-        # space that vanishes in mid-run: likewise
+        # space that vanishes in mid-run: likewise, and what is stored there is read on
         mount("-o", "remount,size=16m", small)
         with jmo.Store(small, large, **options) as store:
-            tx = jmo.adam(1e-2, store=store)
-            half, state = run(tx, params, grads[:2])
-            assert not any(tier["retired"] for tier in store.stats()["tiers"])
+            tx = jmo.adam(1e-2, store=store, name="first")
+            step, state, new = make_step(tx), tx.init(params), params
+            for grad in grads[:2]:
+                new, state = step(new, state, grad)
+            jax.block_until_ready(new)
             store.flush()
+            assert not any(tier["retired"] for tier in store.stats()["tiers"])
             free = os.statvfs(small)
             with open(f"{small}/filler", "wb") as file:
                 file.write(b"x" * (free.f_bavail * free.f_bsize))
-            # files in place are written over: grow the need by cutting what is there
-            for file in list(__import__("pathlib").Path(small).glob("jmo-*/*/*/c/*/0"))[:0]:
-                pass
-            new, state = run(tx, half, grads[2:], state)
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                later, _ = run(jmo.adam(1e-2, store=store, name="second"), params, grads)
+                store.flush()
+            assert [w.category for w in seen] == [jmo.TierWarning], [str(w.message) for w in seen]
+            assert_close(later, expected)
+            read = store.stats()["tiers"][0]["bytes_read"]
+            for grad in grads[2:]:
+                new, state = step(new, state, grad)
             assert_close(new, expected)
             assert_close(jmo.read_state(state), moments)
+            assert store.stats()["tiers"][0]["bytes_read"] > read
         os.remove(f"{small}/filler")
         mount("-o", "remount,size=4m", small)
 
@@ -371,13 +381,14 @@ def test_d9_a_failed_write_is_told_of(ask, two_tiers):
     step, state = make_step(tx), tx.init(params)
     kinds = (jmo.TierError, jax.errors.JaxRuntimeError)
     try:
-        with pytest.raises(kinds, match=r"(?s)(embed|wide).*|(embed|wide)") as caught:
+        with pytest.raises(kinds, match="leaves .*(embed|wide|bias|scalar)") as caught:
             new, state = step(params, state, grads[0])
             if ask == "update":
                 for grad in grads[1:]:
                     new, state = step(new, state, grad)
                 jax.block_until_ready(new)
-            elif ask == "flush":
+            jax.block_until_ready(new)
+            if ask == "flush":
                 store.flush()
             else:
                 store.close()
@@ -729,11 +740,10 @@ def test_x11_special_values(kind, dtype, tmp_path):
     values = special_values()
     args = {"adamw": (1e-2,), "sgd": (1e-2, 0.9)}[kind]
     grid = np.repeat(values[:, None], values.size, 1)
-    params = {"w": jnp.asarray(grid).astype(dtype), "plain": jnp.ones((9000,), dtype)}
-    grad = {"w": jnp.asarray(grid.T).astype(dtype), "plain": jnp.ones((9000,), dtype)}
+    params = {"w": jnp.asarray(grid).astype(dtype), "plain": jnp.ones((30000,), dtype)}
+    grad = {"w": jnp.asarray(grid.T).astype(dtype), "plain": jnp.ones((30000,), dtype)}
     ones = jax.tree.map(jnp.ones_like, grad)
     grads = [grad, ones, jax.tree.map(lambda g: g[::-1], grad)]
-    # params that are NaN or change by themselves must not be taken for foreign ones
     with jmo.Store(tmp_path, host_memory="100KB", subgroup_elements=4096) as store:
         new, state = run(getattr(jmo, kind)(*args, store=store), params, grads)
         masters, moments = run_reference(getattr(optax, kind)(*args), params, grads)
