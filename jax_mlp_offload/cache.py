@@ -294,13 +294,15 @@ class DeviceCache:
 
     def release(self, record: Record) -> None:
         """The record gives its slot back."""
-        assert record.slot is not None and record.slot in self.slots, record
+        if record.slot is None or record.slot not in self.slots:
+            raise RuntimeError(f"not a slot of device {self.ordinal}: {record}")
         self.free.append(record.slot)
         record.slot = None
 
     def rest(self, record: Record) -> None:
         """The record is dirty in a slot and wanted by nobody: it may be a victim."""
-        assert record.life is Life.DIRTY and record.wanted_by is None, record
+        if record.life is not Life.DIRTY or record.wanted_by is not None:
+            raise RuntimeError(f"in use: {record}")
         over = record.asked >= self._begun[record.instance][-1]
         (self._over if over else self._due)[record.index] = record
 

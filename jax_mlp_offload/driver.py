@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import warnings
@@ -125,7 +126,8 @@ class Driver:
         scheduler = self._scheduler
         match native.KINDS[event[0]]:
             case "arrived":
-                scheduler.arrived(*event[1:], now_s=now_s)
+                _, request, instance, bucket, device, run_id, ticket, skip = event
+                scheduler.arrived(request, instance, bucket, device, run_id, ticket, skip, now_s)
             case "updated":
                 scheduler.update_done(scheduler.records[event[1]], event[4], now_s)
             case "read":
@@ -225,7 +227,6 @@ class Driver:
 
 def _warn(category: type[Warning], message: str) -> None:
     _log.warning(message)
-    try:
+    # where the user turned warnings into errors this thread has nobody to raise to, and the log has it
+    with contextlib.suppress(Warning):
         warnings.warn(message, category, stacklevel=2)
-    except Warning:
-        pass  # the user turned warnings into errors; this thread has nobody to raise to, and the log has it

@@ -1,6 +1,6 @@
 """The operations that XLA waits for: which may run, in which order, and how each one ends.
 
-1. An operation of a step that may not run is held until all operations of that step came; they fail together (``ledger``).
+1. An operation of a step that may not run is held until all operations of that step came; they fail together.
    A program that runs its ops one by one never sends them all: once each device has sent one, and no more have come
    for longer than they ever took, all devices are at the same op, and they fail too.
 2. The others run, those on the same records one after another, in the order in which they came.
@@ -138,7 +138,7 @@ class Operations:
         operation = self._open[request]
         operation.handing_back = False
         self._complete(operation, POISON if operation.failed else operation.serial)
-        self._raise_together(self.instances[operation.instance])
+        self._raise_together(operation)
 
     def updated(self, operation: Operation) -> None:
         """One record of the operation was updated."""
@@ -163,9 +163,9 @@ class Operations:
         if owner.foreign is ForeignParams.ERROR or (owner.foreign is ForeignParams.WATCH and twice):
             again = "again " if twice else ""
             cause = errors.ForeignParamsError(
-                f"optimizer {owner.name!r}: 16-bit params ({', '.join(leaves[:4])}) are {again}not what the last update "
-                "left. A transform after jmo's optimizer changes its updates; move it in front, or wrap the whole chain "
-                "in jmo.offload. If params are meant to be replaced before each update, pass foreign_params='adopt'"
+                f"optimizer {owner.name!r}: 16-bit params ({', '.join(leaves[:4])}) are {again}not what the last "
+                "update left. A transform after jmo's optimizer changes its updates; move it in front, or wrap the whole "
+                "chain in jmo.offload. If params are meant to be replaced before each update, pass foreign_params='adopt'"
             )
             self.fail(owner, cause, operation.serial, at_once=len(owner.devices) == 1)
 
@@ -259,13 +259,13 @@ class Operations:
         if operation.poisoned:
             self.hand_back(operation)
         else:
-            self._raise_together(self.instances[operation.instance])
+            self._raise_together(operation)
 
-    def _raise_together(self, owner: Instance) -> None:
-        """Raises what is to be raised at once, not before every kernel is done: XLA then takes all its buffers."""
-        operations = [op for op in self._open.values() if op.instance == owner.number]
-        together = [op for op in operations if op.failed and not op.poisoned]
-        if together and not any(op.updating or op.handing_back for op in operations):
+    def _raise_together(self, operation: Operation) -> None:
+        """Raises what is to be raised at once, when every kernel of the step is done: XLA then takes its buffers."""
+        step = [op for op in self._open.values() if op.serial == operation.serial]
+        together = [op for op in step if op.failed and not op.poisoned]
+        if together and not any(op.updating or op.handing_back for op in step):
             for op in together:
                 self.actions.append(Fail(op.request, op.cause))
                 self._ended(op)

@@ -34,7 +34,7 @@ class Program:
     mesh: Mesh | None  # None: one device, or inside a manual shard_map already
     specs: tuple[PartitionSpec, ...]  # by leaf, where there is a mesh
 
-    def make(self) -> Callable[[Array, Array, list[Array], list[Array]], tuple[Array, list[Array]]]:
+    def make(self) -> Callable[[Array, Array, list[Array], list[Array]], tuple[Array, list[Array | None]]]:
         """A jitted function (ticket, hyper, grads, params) -> (ticket, results).
 
         Results are optax's updates (float32) for float32 params, and the new params for 16-bit ones; leaves in no

@@ -55,7 +55,7 @@ class _Span:
 
 @dataclasses.dataclass(slots=True)
 class Direction:
-    """Traffic of one tier in one direction, and what it tells of the bandwidth (``bps``, bytes/s; None: nothing yet)."""
+    """Traffic of one tier in one direction, and what it tells of its bandwidth (``bps``, bytes/s; None: nothing)."""
 
     bps: float | None
     in_flight: int = 0

@@ -129,7 +129,9 @@ def make_plan(
         bucket.append(index)
     closed.extend(bucket for bucket in open_buckets.values() if bucket)
     closed.sort(key=lambda bucket: bucket[0])
-    buckets = [_cut(bucket, leaves, layouts[leaves[bucket[0]].dtype], subgroup_elements, slot_bytes) for bucket in closed]
+    buckets = [
+        _cut(bucket, leaves, layouts[leaves[bucket[0]].dtype], subgroup_elements, slot_bytes) for bucket in closed
+    ]
     return Plan(tuple(leaves), tuple(buckets))
 
 

@@ -112,9 +112,7 @@ def _records(state: OffloadState, store: Store, binding: Binding) -> _Records | 
 def _optax_state(state: OffloadState) -> Any:
     store, binding = _find(state)
     records = _records(state, store, binding)
-    shaped = jax.tree.unflatten(
-        binding.treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in binding.shapes]
-    )
+    shaped = jax.tree.unflatten(binding.treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in binding.shapes])
     reference = jax.eval_shape(binding.rule.reference().init, shaped)
     values: dict[str, Any] = {"count": state.count}
     for field, section in binding.rule.moments().items():
@@ -126,7 +124,7 @@ def _optax_state(state: OffloadState) -> Any:
 
 
 def _fields(state: Any) -> list[str]:
-    names = []
+    names: list[str] = []
     for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
         names.extend(getattr(key, "name", "") for key in path)
     return names

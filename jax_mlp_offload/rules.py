@@ -26,8 +26,13 @@ ScalarOrSchedule = Any  # a float, an array, or a callable from the count (optax
 class Rule(Protocol):
     """What the frame needs to know of an optimizer."""
 
-    kind: str
-    mask: Any
+    @property
+    def kind(self) -> str:
+        """The rule's name: part of an optimizer's identity."""
+
+    @property
+    def mask(self) -> Any:
+        """Which leaves decay, as optax takes it."""
 
     @property
     def decays(self) -> bool:
@@ -58,7 +63,7 @@ class Rule(Protocol):
 def _dtype_name(dtype: Any, what: str, default: str = "float32") -> str:
     if dtype is None:
         return default
-    name = jnp.dtype(dtype).name
+    name: str = jnp.dtype(dtype).name
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"{what}={name!r} is not supported; use float32 or bfloat16")
     return name
@@ -85,7 +90,7 @@ def _as_multiplied(decay: Any, dtype: str) -> Array:
 @jax.jit
 def _bias_correction(decay: Any, count: Array) -> Array:
     # jitted apart, as in optax.tree.bias_correction: decay becomes a traced scalar there too
-    return 1 - decay**count
+    return jnp.asarray(1 - decay**count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +115,7 @@ class AdamRule:
 
     @property
     def decays(self) -> bool:
-        """adamw does, adam does not."""
+        """Adamw does, adam does not."""
         return self.weight_decay is not None
 
     def layout(self, dtype: str) -> Layout:

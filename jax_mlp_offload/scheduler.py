@@ -1,7 +1,7 @@
 """The state machine of the engine: events in, actions out.
 
 1. ``arrived``: an operation (one bucket, one device, one step) wants each of its records updated. One that is in a
-   slot is updated at once (a hit); the others wait for a slot.
+   slot is updated at once (a hit); the others wait for a slot. What the step will ask for is read ahead (``cache``).
 2. A freed slot goes to a waiting record: read from its tier, or taken empty where nothing is stored yet.
 3. While more records wait than slots are about to be free, a victim (``cache``) is written out to the tier that pulls
    (``placement``). So a step reads and writes as many records as did not fit, and no more.
@@ -10,14 +10,14 @@
 5. A tier that fails a write, or gives no answer, is retired; what it did not take goes to another.
 
 What always holds: a record is updated exactly once by each operation that ran; a slot is never lost; what a record is
-doing is its ``life`` and nothing else. An event costs the same however many records there are. No thread, clock, file or
-jax here: times come in with the events, and ``take_actions`` gives out what is to be done. The same class runs under the
-driver, the simulator and the fault tests. Thread contract: one thread.
+doing is its ``life`` and nothing else. An event costs the same however many records there are. No thread, clock, file
+or jax here: times come in with the events, and ``take_actions`` gives out what is to be done. The same class runs under
+the driver, the simulator and the fault tests. Thread contract: one thread.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from jax_mlp_offload import errors
@@ -25,7 +25,8 @@ from jax_mlp_offload.cache import DeviceCache
 from jax_mlp_offload.instances import ForeignParams, Instance
 from jax_mlp_offload.ledger import Ledger
 from jax_mlp_offload.operations import Operations
-from jax_mlp_offload.placement import QUEUE, Placement, TierSpec
+from jax_mlp_offload.placement import QUEUE, TierSpec
+from jax_mlp_offload.transfers import Transfers
 from jax_mlp_offload.types import Action, Life, Operation, Order, Read, Record, Update, Write
 
 STALL_GRACE_S = 0.02  # how long the next bucket may take before a record that is still needed is evicted
@@ -43,7 +44,8 @@ class Scheduler:
     def __init__(
         self, tiers: Sequence[TierSpec], order: Order = Order.RESIDENT_FIRST, deadline_s: float = 600.0
     ) -> None:
-        self.placement = Placement(tiers)
+        self._transfers = Transfers(tiers, deadline_s)
+        self.placement = self._transfers.placement
         self.order = order
         self.deadline_s = deadline_s
         self.devices: dict[int, DeviceCache] = {}
@@ -52,9 +54,6 @@ class Scheduler:
         self.misses = 0
         self._operations = Operations(self.devices)
         self._depth = max(1, QUEUE * len(tiers))  # records on their way out and in that keep every tier busy
-        self._in_flight: OrderedDict[int, float] = OrderedDict()  # record index -> start of its I/O
-        self._overdue: dict[int, errors.OffloadError] = {}  # I/O that was given up, but still has its slot
-        self._tier_errors: list[errors.OffloadError] = []  # why tiers were retired
         self._moving: dict[DeviceCache, None] = {}  # devices to look at before the event is over, in order
         self._blocked: dict[DeviceCache, None] = {}  # devices that wait for a tier, in order
 
@@ -123,15 +122,14 @@ class Scheduler:
     @property
     def quiescent(self) -> bool:
         """Whether no operation is open and nothing is in flight (I/O that was given up does not count)."""
-        return self._operations.quiescent and not self._in_flight
+        return self._operations.quiescent and self._transfers.none
 
     def next_tick_s(self) -> float | None:
         """When ``tick`` is wanted if nothing else happens, as a time; None: not at all."""
         times = [d.stalled_since_s + STALL_GRACE_S for d in self.devices.values() if d.stalled_since_s is not None]
-        if (give_up_s := self._operations.give_up_s()) is not None:
-            times.append(give_up_s)
-        if self._in_flight:
-            times.append(next(iter(self._in_flight.values())) + self.deadline_s)
+        for other_s in (self._operations.give_up_s(), self._transfers.deadline()):
+            if other_s is not None:
+                times.append(other_s)
         return min(times, default=None)
 
     def describe(self, record: Record) -> str:
@@ -152,10 +150,7 @@ class Scheduler:
         """A record was read, or could not be."""
         self._operations.now_s = now_s
         cache = self.devices[record.device]
-        assert record.life is Life.READING and record.tier is not None, record
-        cache.reading -= self._arrives(record)
-        tier = record.tier
-        self.placement.read_ends(tier, record.size_bytes, now_s, error is None)
+        tier = self._ended(record, Life.READING, error is None)
         if error is not None and record.wanted_by is not None and record.void:
             self.placement.forget(tier, record.size_bytes)  # it starts afresh: what was stored does not matter
             error = None
@@ -176,10 +171,8 @@ class Scheduler:
         """A record was written out, or could not be."""
         self._operations.now_s = now_s
         cache = self.devices[record.device]
-        assert record.life is Life.WRITING and record.tier is not None, record
-        cache.writing -= self._arrives(record)
-        tier, record.crc = record.tier, crc
-        self.placement.write_ends(tier, record.size_bytes, now_s, error is None)
+        tier = self._ended(record, Life.WRITING, error is None)
+        record.crc = crc
         if error is None and record.wanted_by is None:
             record.life = Life.STORED
             cache.release(record)
@@ -198,8 +191,9 @@ class Scheduler:
         """The kernel has updated a record."""
         self._operations.now_s = now_s
         cache = self.devices[record.device]
-        assert record.life is Life.UPDATING and record.wanted_by is not None, record
         operation = record.wanted_by
+        if record.life is not Life.UPDATING or operation is None:
+            raise RuntimeError(f"an update ended that was not under way: {record}")
         cache.updating -= 1
         record.wanted_by, record.void = None, False
         record.serial = operation.serial
@@ -218,15 +212,15 @@ class Scheduler:
         self._settle()
 
     def tick(self, now_s: float) -> None:
-        """Time passed: acts on stalls, on refused steps that never became whole, and on storage that gives no answer."""
+        """Time passed: acts on stalls, refused steps that never became whole, and storage that gives no answer."""
         self._operations.now_s = now_s
         for cache in self.devices.values():
             if cache.stalled_since_s is not None and now_s >= cache.stalled_since_s + STALL_GRACE_S:
                 cache.stalled_since_s = now_s
                 self._move(cache, desperate=True)
         self._operations.give_up()
-        while self._in_flight and now_s >= next(iter(self._in_flight.values())) + self.deadline_s:
-            self._give_up(self.records[next(iter(self._in_flight))])
+        while (index := self._transfers.late(now_s)) is not None:
+            self._give_up(self.records[index])
         self._settle()
 
     def fail_all(self, cause: errors.OffloadError) -> None:
@@ -251,11 +245,16 @@ class Scheduler:
     def _start(self, operation: Operation) -> None:
         cache = self.devices[operation.device]
         owner = self.instances[operation.instance]
-        assert cache.slots, f"device {operation.device} has no slots"
+        if not cache.slots:
+            raise RuntimeError(f"device {operation.device} has no slots")
         self._begin_step(owner, operation)
         buckets = [owner.records[bucket, operation.device] for bucket in range(owner.buckets)]
         cache.begin_turn(
-            operation.instance, operation.serial, buckets, not operation.skip and not operation.fresh, self._operations.now_s
+            operation.instance,
+            operation.serial,
+            buckets,
+            not operation.skip and not operation.fresh,
+            self._operations.now_s,
         )
         records = buckets[operation.bucket]
         cache.came(records, operation.instance, operation.bucket)
@@ -303,8 +302,8 @@ class Scheduler:
 
     def _want(self, record: Record, operation: Operation) -> None:
         """An operation needs this record: a hit is updated at once, the others wait for a slot."""
-        if record.index in self._overdue:
-            self._fail(self.instances[record.instance], self._overdue[record.index], operation.serial)
+        if record.index in self._transfers.overdue:
+            self._fail(self.instances[record.instance], self._transfers.overdue[record.index], operation.serial)
             return
         cache = self.devices[record.device]
         record.wanted_by = operation
@@ -322,7 +321,7 @@ class Scheduler:
 
     def _start_update(self, record: Record) -> None:
         operation = record.wanted_by
-        assert operation is not None and record.slot is not None, record
+        assert operation is not None
         fresh = record.void or record.life is Life.ABSENT
         record.life = Life.UPDATING
         operation.updating += 1
@@ -359,13 +358,13 @@ class Scheduler:
             record = cache.victim(due_too)
             if record is None:
                 if cache.stuck == len(cache.slots):
-                    self._fail_waiting(cache, next(c for i, c in self._overdue.items() if self._lives_on(i, cache)))
+                    self._fail_waiting(cache, self._why_stuck(cache))
                 return
             tier = self.placement.choose_write(record.size_bytes)
             if tier is None:
                 self._blocked[cache] = None
-                if not self._in_flight and not self.placement.can_write(record.size_bytes):
-                    self._no_room(cache, record)
+                if self._transfers.none and not self.placement.can_write(record.size_bytes):
+                    self._fail_waiting(cache, self._transfers.no_room(record, self.describe(record)))
                 return
             cache.wake(record)
             self._write(cache, record, tier)
@@ -390,26 +389,31 @@ class Scheduler:
         record.life = Life.READING
         cache.reading += 1
         self.misses += 1
-        self._in_flight[record.index] = self._operations.now_s
-        self.placement.read_begins(tier, record.size_bytes, self._operations.now_s)
+        self._transfers.begin(record, tier, self._operations.now_s)
         self._operations.actions.append(Read(record))
         return True
 
     def _write(self, cache: DeviceCache, record: Record, tier: int) -> None:
         record.life, record.tier = Life.WRITING, tier
         cache.writing += 1
-        self._in_flight[record.index] = self._operations.now_s
-        self.placement.write_begins(tier, record.size_bytes, self._operations.now_s)
+        self._transfers.begin(record, tier, self._operations.now_s)
         self._operations.actions.append(Write(record))
 
     # -- tiers
 
-    def _arrives(self, record: Record) -> int:
-        """The record's I/O ended; returns 0 if it had been given up, else 1."""
-        self._in_flight.pop(record.index, None)
-        late = self._overdue.pop(record.index, None) is not None
-        self.devices[record.device].stuck -= late
-        return 0 if late else 1
+    def _ended(self, record: Record, life: Life, ok: bool) -> int:
+        """A record's read or write ended; returns the tier."""
+        tier = record.tier
+        if record.life is not life or tier is None:
+            raise RuntimeError(f"a transfer ended ({life.value}) that was not under way: {record}")
+        cache = self.devices[record.device]
+        if self._transfers.end(record, tier, ok, self._operations.now_s):
+            cache.stuck -= 1
+        elif life is Life.READING:
+            cache.reading -= 1
+        else:
+            cache.writing -= 1
+        return tier
 
     def _unblock(self) -> None:
         """A tier may take more: devices that wait for one go on, in the order in which they began to."""
@@ -417,19 +421,12 @@ class Scheduler:
         self._blocked.clear()
 
     def _give_up(self, record: Record) -> None:
-        """Storage gives no answer. The slot stays with the request, which may still write to it or read from it."""
+        """Storage gives no answer. The slot stays with the request; nobody waits for it any more."""
         assert record.tier is not None
-        reading = record.life is Life.READING
-        name = self.placement.tiers[record.tier].spec.name
-        cause = errors.DeadlineError(
-            f"tier {name!r} gave no answer for {self.deadline_s:g} s while {'reading' if reading else 'writing'} "
-            f"{self.describe(record)}"
-        )
-        del self._in_flight[record.index]
-        self._overdue[record.index] = cause
+        cause = self._transfers.give_up(record, self.describe(record))
         cache = self.devices[record.device]
         cache.stuck += 1
-        if reading:
+        if record.life is Life.READING:
             cache.reading -= 1
         else:
             cache.writing -= 1
@@ -439,28 +436,14 @@ class Scheduler:
         self._moving.update(dict.fromkeys(self.devices.values()))
 
     def _retire(self, tier: int, error: errors.OffloadError) -> None:
-        if self.placement.tiers[tier].retired:
-            return
-        live = self.placement.retire(tier)
-        self._tier_errors.append(error)
-        rest = f"writes go to {', '.join(live)}" if live else "no other is left to write to"
-        self._operations.warn(errors.TierWarning, f"{error}; the tier is retired, {rest}")
-
-    def _no_room(self, cache: DeviceCache, record: Record) -> None:
-        """No tier takes records any more: whoever waits for a slot of this device fails."""
-        if self._tier_errors and all(tier.retired for tier in self.placement.tiers):
-            cause = self._tier_errors[-1]
-        else:
-            earlier = f" (retired before: {self._tier_errors[0]})" if self._tier_errors else ""
-            cause = errors.TierError(
-                f"no tier has room for {record.size_bytes} bytes of {self.describe(record)}; give the store another "
-                f"tier, more capacity or more host_memory{earlier}"
-            )
-        self._fail_waiting(cache, cause)
+        if message := self._transfers.retire(tier, error):
+            self._operations.warn(errors.TierWarning, message)
 
     def _fail_waiting(self, cache: DeviceCache, cause: errors.OffloadError) -> None:
+        """Nothing frees a slot of this device any more: whoever waits for one fails."""
         for number in {record.instance for record in cache.waiting_records()}:
             self._fail(self.instances[number], cause)
 
-    def _lives_on(self, index: int, cache: DeviceCache) -> bool:
-        return self.records[index].device == cache.ordinal
+    def _why_stuck(self, cache: DeviceCache) -> errors.OffloadError:
+        overdue = self._transfers.overdue.items()
+        return next(cause for index, cause in overdue if self.records[index].device == cache.ordinal)

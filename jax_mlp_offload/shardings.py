@@ -10,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Given = tuple[Mesh, tuple[PartitionSpec, ...]]
+"""A mesh, and a spec for each leaf."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Layout:
         return tuple(NamedSharding(self.mesh, self.specs[leaf]).shard_shape(shape))
 
 
-def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> tuple[Mesh, tuple[PartitionSpec, ...]]:
+def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
     """Specs as the user gave them (a tree, or a prefix of one), a leaf each.
 
     Raises:
@@ -54,7 +57,7 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> tuple[Mes
     for box in flat:
         spec = box.spec
         if isinstance(spec, NamedSharding):
-            mesh = mesh or spec.mesh  # type: ignore[assignment]
+            mesh = mesh or cast(Mesh, spec.mesh)
             spec = spec.spec
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"param_specs holds {spec!r}; give jax.sharding.PartitionSpec or NamedSharding")
@@ -64,9 +67,7 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> tuple[Mes
     return mesh, tuple(specs)
 
 
-def specs_of_leaves(
-    leaves: Sequence[Any], mesh: Mesh | None = None
-) -> tuple[Mesh, tuple[PartitionSpec, ...]] | None:
+def specs_of_leaves(leaves: Sequence[Any], mesh: Mesh | None = None) -> Given | None:
     """Specs that the leaves carry themselves: concrete arrays on a mesh, or types on Explicit axes; None if not."""
     shardings = [_sharding(leaf, mesh) for leaf in leaves]
     named = [s for s in shardings if isinstance(s, NamedSharding)]
@@ -74,7 +75,7 @@ def specs_of_leaves(
         return None
     mesh = named[0].mesh
     specs = tuple(s.spec if isinstance(s, NamedSharding) else PartitionSpec() for s in shardings)
-    return mesh, specs  # type: ignore[return-value]
+    return cast(Mesh, mesh), specs
 
 
 def _sharding(leaf: Any, known: Mesh | None) -> Any:
@@ -100,7 +101,7 @@ def _concrete(mesh: Any) -> Mesh:
 
 def resolve(
     mesh: Mesh | None,
-    given: tuple[Mesh, tuple[PartitionSpec, ...]] | None,
+    given: Given | None,
     leaves: Sequence[Any],
     paths: Sequence[str],
     device: int | None,
@@ -143,7 +144,9 @@ def _check_divides(shape: tuple[int, ...], path: str, spec: PartitionSpec, mesh:
         names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
         missing = [name for name in names if name not in mesh.shape]
         if missing:
-            raise ValueError(f"param_specs: {spec} of {path!r} names axis {missing[0]!r}; the mesh has {mesh.axis_names}")
+            raise ValueError(
+                f"param_specs: {spec} of {path!r} names axis {missing[0]!r}; the mesh has {mesh.axis_names}"
+            )
         parts = math.prod(mesh.shape[name] for name in names)
         if size % parts:
             raise ValueError(
@@ -176,8 +179,9 @@ def _ordinals(mesh: Mesh) -> tuple[int, ...]:
 def _one_device(device: int | None) -> int:
     if device is not None:
         return device
-    default = jax.config.jax_default_device
-    return default.id if isinstance(default, jax.Device) else jax.local_devices()[0].id
+    default = getattr(jax.config, "jax_default_device", None)
+    chosen = default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    return int(chosen.id)
 
 
 @dataclasses.dataclass(frozen=True)

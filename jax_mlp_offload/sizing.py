@@ -88,9 +88,7 @@ def _plan_for(
     return min(candidates, key=lambda plan: plan.records * plan.largest_record_bytes)
 
 
-def _too_small(
-    plan: Plan, devices: int, host_bytes: int, least: int, tiers: int, subgroup_elements: int | None
-) -> str:
+def _too_small(plan: Plan, devices: int, host_bytes: int, least: int, tiers: int, subgroup_elements: int | None) -> str:
     needed = least * plan.largest_record_bytes * devices
     text = (
         f"host_memory={format_bytes(host_bytes)} is too small: {devices} device(s) need {least} slots of "

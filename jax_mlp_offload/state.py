@@ -15,5 +15,5 @@ class OffloadState(NamedTuple):
       ticket: u32 [1], which update's moments the store holds for this state. 0: none yet.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in optax
     ticket: jax.Array

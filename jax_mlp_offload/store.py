@@ -169,7 +169,9 @@ class Store:
             if known is None:
                 raise ValueError(_unknown(leaves, list(self._declared.values())))
             if known.leaves != leaves:
-                raise ValueError(f"the params given to update are not those given to init: {_difference(known, leaves)}")
+                raise ValueError(
+                    f"the params given to update are not those given to init: {_difference(known, leaves)}"
+                )
             return known
 
     def declared_shapes(self, key: Any, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Declared:

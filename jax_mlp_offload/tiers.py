@@ -125,9 +125,20 @@ class Folder:
             ) from error
         self._owner: dict[tuple[str, int], pathlib.Path] = {}
         self._spare: dict[int, dict[pathlib.Path, None]] = {}  # by size; ordered sets
+        self._unmade: dict[str, tuple[int, int]] = {}  # arrays that could not be made yet
 
     def add_array(self, name: str, records: int, record_bytes: int) -> None:
-        """Makes the Zarr array of one bucket on one device."""
+        """Makes the Zarr array of one bucket on one device.
+
+        A tier that cannot take it now (it is full) is no reason to refuse the optimizer: the first write tries again,
+        and fails as any write does, so that another tier takes over.
+        """
+        try:
+            self._make_array(name, records, record_bytes)
+        except OSError:
+            self._unmade[name] = records, record_bytes
+
+    def _make_array(self, name: str, records: int, record_bytes: int) -> None:
         array = self.path / name
         (array / "c").mkdir(parents=True, exist_ok=True, mode=0o700)
         meta = {
@@ -148,7 +159,14 @@ class Folder:
             json.dump(meta, file, indent=2)
 
     def path_to_write(self, name: str, index: int, record_bytes: int) -> str:
-        """The file for a record, which may take over that of one that has moved on."""
+        """The file for a record, which may take over that of one that has moved on.
+
+        Raises:
+          OSError: if the tier does not take it.
+        """
+        if name in self._unmade:
+            self._make_array(name, *self._unmade[name])
+            del self._unmade[name]
         key = (name, index)
         target = self.path / name / "c" / str(index) / "0"
         if key not in self._owner:

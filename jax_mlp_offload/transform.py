@@ -95,9 +95,7 @@ def offloaded(rule: Rule, options: Options) -> optax.GradientTransformationExtra
         options.store.declare(_key(rule, options, leaves), declared)
         return OffloadState(count=jnp.zeros([], jnp.int32), ticket=jnp.zeros([1], jnp.uint32))
 
-    def update_fn(
-        updates: Any, state: OffloadState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, OffloadState]:
+    def update_fn(updates: Any, state: OffloadState, params: Any = None, **extra_args: Any) -> tuple[Any, OffloadState]:
         del extra_args
         shaped = updates if params is None else params
         leaves, treedef = _flatten(shaped)
@@ -175,6 +173,7 @@ def _declare(leaves: Sequence[tuple[str, Any]], options: Options, params: Any) -
                 "out with optax.masked or optax.partition"
             )
     arrays = [leaf for _, leaf in leaves]
+    given: shardings.Given | None
     if options.param_specs is not None:
         given = shardings.specs_of_tree(options.param_specs, params, options.mesh)
     else:
@@ -226,9 +225,7 @@ def _bind(
     return dataclasses.replace(binding, treedef=treedef)
 
 
-def _declared(
-    rule: Rule, options: Options, leaves: Sequence[tuple[str, Any]], key: Any, have_params: bool
-) -> Declared:
+def _declared(rule: Rule, options: Options, leaves: Sequence[tuple[str, Any]], key: Any, have_params: bool) -> Declared:
     fingerprint = _fingerprint(leaves)
     if have_params:
         return options.store.declared(key, fingerprint)

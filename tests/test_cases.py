@@ -386,11 +386,10 @@ def test_d9_a_failed_write_is_told_of(ask, two_tiers):
             if ask == "update":
                 for grad in grads[1:]:
                     new, state = step(new, state, grad)
-                jax.block_until_ready(new)
             jax.block_until_ready(new)
             if ask == "flush":
                 store.flush()
-            else:
+            elif ask == "close":
                 store.close()
         text = str(caught.value)
         assert two_tiers[0] in text

@@ -53,7 +53,9 @@ def test_same_numbers_on_any_number_of_devices(devices, dtype, two_tiers):
     assert_close(masters, expected)
     assert_close(moments, reference)
     assert stats["misses"] > 0
-    for leaf, spec in zip(jax.tree.leaves(new), jax.tree.leaves(SPECS, is_leaf=lambda s: isinstance(s, P)), strict=True):
+    for leaf, spec in zip(
+        jax.tree.leaves(new), jax.tree.leaves(SPECS, is_leaf=lambda s: isinstance(s, P)), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
 
