@@ -91,8 +91,13 @@ class DeviceCache:
 
     # -- steps and operations
 
-    def begin_turn(self, instance: int, serial: int, buckets: list[list[Record]], reads: bool, now_s: float) -> bool:
-        """An operation starts. If it is the first of a new step of its optimizer, the records are due again.
+    def has_begun(self, instance: int, serial: int) -> bool:
+        """Whether this step of the optimizer, or a later one, has begun on this device."""
+        begun = self._begun.get(instance)
+        return begun is not None and begun[-1] >= serial
+
+    def begin_turn(self, instance: int, serial: int, buckets: list[list[Record]], reads: bool, now_s: float) -> None:
+        """The first operation of a new step of an optimizer starts: its records are due again.
 
         Args:
           instance: the optimizer.
@@ -100,16 +105,9 @@ class DeviceCache:
           buckets: its records on this device.
           reads: whether the step wants what is stored.
           now_s: the time.
-
-        Returns:
-          whether it is the first.
         """
-        begun = self._begun.setdefault(instance, deque(maxlen=IDLE_STEPS))
-        if begun and begun[-1] >= serial:
-            self._to_come[instance] -= 1
-            return False
-        begun.append(serial)
-        self._to_come[instance] = len(buckets) - 1
+        self._begun.setdefault(instance, deque(maxlen=IDLE_STEPS)).append(serial)
+        self._to_come[instance] = len(buckets)
         self._backwards = self.order is Order.ALTERNATING and not self._backwards
         self._learn(now_s)
         self._regroup(instance)
@@ -118,7 +116,6 @@ class DeviceCache:
         if reads and not self.forced and self.order is Order.RESIDENT_FIRST:
             for bucket in arrivals:
                 self._expect(buckets[bucket])
-        return True
 
     def _regroup(self, instance: int) -> None:
         begun = self._begun[instance]
@@ -205,6 +202,7 @@ class DeviceCache:
     def came(self, records: list[Record], instance: int, bucket: int) -> None:
         """The operation on these records starts: they are expected no longer."""
         self._arrivals[instance][bucket] = None
+        self._to_come[instance] -= 1
         for record in records:
             self._unexpect(record)
 

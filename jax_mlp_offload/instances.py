@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.ledger import Ledger
@@ -72,3 +72,17 @@ class Instance:
         self.error = None
         self.serials.clear()
         self.adopted_serials.clear()
+
+
+def make_records(
+    instance: int, devices: Sequence[int], bucket_records: Sequence[Sequence[int]], known: list[Record]
+) -> dict[tuple[int, int], list[Record]]:
+    """Makes an optimizer's records by (bucket, device), from their sizes in bytes, and adds them to the known ones."""
+    records: dict[tuple[int, int], list[Record]] = {}
+    for device in devices:
+        for bucket, sizes in enumerate(bucket_records):
+            first = len(known)
+            row = [Record(first + i, instance, bucket, device, i, size) for i, size in enumerate(sizes)]
+            known.extend(row)
+            records[bucket, device] = row
+    return records

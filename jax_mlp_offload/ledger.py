@@ -32,6 +32,7 @@ class Step:
     run_id: int
     arrived: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     completed: int = 0
+    came_s: dict[int, float] = dataclasses.field(default_factory=dict)  # when each device's last operation came
     begun: bool = False  # an operation of it was started
     failed: bool = False
     doomed: str | None = None

@@ -41,7 +41,6 @@ class Operations:
         self._turns: dict[tuple[int, int, int], list[Operation]] = {}  # on the same records; the first one runs
         self.now_s = 0.0  # of the event that is being told
         self._held: dict[Step, float] = {}  # refused steps that are not whole, and until when they wait
-        self._arrived_s: dict[tuple[int, int], float] = {}  # by optimizer and device: when the last operation came
 
     @property
     def quiescent(self) -> bool:
@@ -52,10 +51,6 @@ class Operations:
         """Whether an operation of another step was started and has not ended."""
         return any(other.started and other.serial != operation.serial for other in self._open.values())
 
-    def step(self, operation: Operation) -> Step:
-        """The step of an open operation."""
-        return self._steps[operation.request]
-
     # -- arrival
 
     def arrive(
@@ -65,7 +60,7 @@ class Operations:
         owner = self.instances[instance]
         step = owner.ledger.admit(bucket, device, run_id, ticket)
         if step.doomed is not None:
-            self._hold(owner, step, request)
+            self._hold(owner, step, request, device)
             return
         self._note_gap(owner, step, device)
         if ticket == 0 and not step.begun and not step.failed and step.serial == owner.ledger.era:
@@ -91,17 +86,17 @@ class Operations:
 
     def _note_gap(self, owner: Instance, step: Step, device: int) -> None:
         """Learns how long the operations of a step take to follow each other on a device."""
-        came_s = self._arrived_s.get((owner.number, device))
-        if came_s is not None and sum(1 for _, other in step.arrived if other == device) > 1:
-            owner.longest_gap_s = max(owner.longest_gap_s, self.now_s - came_s)
-        self._arrived_s[owner.number, device] = self.now_s
+        came_s = step.came_s.get(device, self.now_s)
+        owner.longest_gap_s = max(owner.longest_gap_s, self.now_s - came_s)
+        step.came_s[device] = self.now_s
 
-    def _hold(self, owner: Instance, step: Step, request: int) -> None:
+    def _hold(self, owner: Instance, step: Step, request: int, device: int) -> None:
         step.held.append(request)
+        step.came_s[device] = self.now_s
         if owner.ledger.all_here(step):
             self._held.pop(step, None)
             self._fail_held(step)
-        elif len({device for _, device in step.arrived}) == len(owner.devices):
+        elif len(step.came_s) == len(owner.devices):
             self._held[step] = self.now_s + min(max(QUIET_GRACE_S, 2 * owner.longest_gap_s), DOOM_GRACE_S)
         else:
             self._held.setdefault(step, self.now_s + DOOM_GRACE_S)
@@ -127,6 +122,23 @@ class Operations:
         self._fail_held(step)
 
     # -- progress
+
+    def begins_step(self, operation: Operation) -> bool:
+        """Whether the operation that starts is the first of a step that wants its records updated."""
+        step = self._steps[operation.request]
+        owner = self.instances[operation.instance]
+        if step.begun:
+            return False
+        step.begun = True
+        if operation.skip:
+            owner.skipped += 1
+            self.warn(
+                errors.SkippedStepWarning,
+                f"optimizer {owner.name!r}: skipped a step with gradients that are not finite",
+            )
+            return False
+        owner.ran(step.serial)
+        return True
 
     def hand_back(self, operation: Operation) -> None:
         """Asks for the old params in the operation's results."""

@@ -88,14 +88,27 @@ def _find(state: OffloadState) -> tuple[Store, Binding]:
             for store, binding in candidates
             if store.engine.instance(binding.number).ledger.latest == ticket
         ]
+    else:
+        if int(state.count):  # updates without a ticket: an optimizer that keeps nothing in the store
+            candidates = [(store, binding) for store, binding in candidates if not binding.plan.buckets]
+        if candidates and all(_reference(b) == _reference(candidates[0][1]) for _, b in candidates):
+            candidates = candidates[:1]  # no moments yet, or none at all: one is as good as another
     if len(candidates) != 1:
         reason = (
             "no update has been made from it yet, and several optimizers (or none) could be meant"
             if ticket == 0
-            else f"no open store holds ticket {ticket}: it belongs to an earlier step, another process or a closed store"
+            else f"no open store holds ticket {ticket}: it is of an earlier step, another process or a closed store"
         )
         raise ValueError(f"the moments of this state cannot be told: {reason}")
     return candidates[0]
+
+
+def _reference(binding: Binding) -> Any:
+    """The shapes of optax's state."""
+    shaped = jax.tree.unflatten(
+        binding.treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in binding.shapes]
+    )
+    return jax.eval_shape(binding.rule.reference().init, shaped)
 
 
 def _ticket(state: OffloadState) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.cache import DeviceCache
-from jax_mlp_offload.instances import ForeignParams, Instance
+from jax_mlp_offload.instances import ForeignParams, Instance, make_records
 from jax_mlp_offload.ledger import Ledger
 from jax_mlp_offload.operations import Operations
 from jax_mlp_offload.placement import QUEUE, TierSpec
@@ -91,17 +91,10 @@ class Scheduler:
           foreign: what replaced 16-bit params lead to.
           serials: source of serials, for tests.
         """
-        records: dict[tuple[int, int], list[Record]] = {}
-        for device in devices:
-            cache = self._device(device)
-            for bucket, sizes in enumerate(bucket_records):
-                row = []
-                for subgroup, size in enumerate(sizes):
-                    record = Record(len(self.records), number, bucket, device, subgroup, size)
-                    self.records.append(record)
-                    row.append(record)
-                records[bucket, device] = row
-                cache.records += len(row)
+        caches = [self._device(device) for device in devices]
+        records = make_records(number, devices, bucket_records, self.records)
+        for cache in caches:
+            cache.records += sum(map(len, bucket_records))
         ledger = Ledger(name, len(bucket_records), devices, serials)
         instance = Instance(number, name, tuple(devices), records, leaf_names, bucket_leaf, foreign, ledger)
         self.instances[number] = instance
@@ -247,16 +240,13 @@ class Scheduler:
         owner = self.instances[operation.instance]
         if not cache.slots:
             raise RuntimeError(f"device {operation.device} has no slots")
-        self._begin_step(owner, operation)
-        buckets = [owner.records[bucket, operation.device] for bucket in range(owner.buckets)]
-        cache.begin_turn(
-            operation.instance,
-            operation.serial,
-            buckets,
-            not operation.skip and not operation.fresh,
-            self._operations.now_s,
-        )
-        records = buckets[operation.bucket]
+        if self._operations.begins_step(operation):
+            self._expect_writes(owner, operation)
+        if not cache.has_begun(operation.instance, operation.serial):
+            buckets = [owner.records[bucket, operation.device] for bucket in range(owner.buckets)]
+            reads = not operation.skip and not operation.fresh
+            cache.begin_turn(operation.instance, operation.serial, buckets, reads, self._operations.now_s)
+        records = owner.records[operation.bucket, operation.device]
         cache.came(records, operation.instance, operation.bucket)
         for record in records:
             record.asked = operation.serial
@@ -274,19 +264,8 @@ class Scheduler:
                 self._operations.settle(operation)
         self._moving[cache] = None
 
-    def _begin_step(self, owner: Instance, operation: Operation) -> None:
-        step = self._operations.step(operation)
-        if step.begun:
-            return
-        step.begun = True
-        if operation.skip:
-            owner.skipped += 1
-            self._operations.warn(
-                errors.SkippedStepWarning,
-                f"optimizer {owner.name!r}: skipped a step with gradients that are not finite",
-            )
-            return
-        owner.ran(step.serial)
+    def _expect_writes(self, owner: Instance, operation: Operation) -> None:
+        """Tells the tiers how many records the step will write: as many as lack a slot."""
         outside = Counter(record.device for row in owner.records.values() for record in row if record.slot is None)
         writes = sum(max(0, count - len(self.devices[device].free)) for device, count in outside.items())
         if self._operations.others_run(operation):

@@ -57,7 +57,7 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
     for box in flat:
         spec = box.spec
         if isinstance(spec, NamedSharding):
-            mesh = mesh or cast(Mesh, spec.mesh)
+            mesh = cast(Mesh, mesh or spec.mesh)
             spec = spec.spec
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"param_specs holds {spec!r}; give jax.sharding.PartitionSpec or NamedSharding")

@@ -13,10 +13,10 @@ def collect(engine: Engine) -> dict[str, Any]:
 
     Returns:
       ``steps`` (updates of all optimizers), ``hits`` and ``misses`` (records found in memory, or read from a tier),
-      ``skipped_steps``, ``adopted_steps``, ``records``, ``record_bytes_total`` and
-      ``slots``, ``slot_bytes``, ``host_bytes`` (bytes), ``tiers`` (a dict each: ``name``, ``bytes_read``, ``bytes_written``, ``share`` of the bytes written, ``read_bps``
-      and ``write_bps`` in bytes/s while busy, ``retired``), and ``optimizers`` by name (``steps``, ``skipped_steps``,
-      ``adopted_steps``, ``failed``).
+      ``skipped_steps``, ``adopted_steps``, ``records``, ``record_bytes_total``, ``slots``, ``slot_bytes`` and
+      ``host_bytes`` (bytes), ``tiers`` (a dict each: ``name``, ``bytes_read``, ``bytes_written``, ``share`` of the bytes
+      written, ``read_bps`` and ``write_bps`` in bytes/s while busy, ``retired``), and ``optimizers`` by name
+      (``steps``, ``skipped_steps``, ``adopted_steps``, ``failed``).
     """
     scheduler = engine.scheduler
     tiers = scheduler.placement.tiers

@@ -1,8 +1,8 @@
 """The frame of every offloaded optimizer: an optax transformation around a rule and a store.
 
 1. ``init`` is pure and lazy: it checks the params, notes their shapes with the store, and returns count 0, ticket 0.
-2. ``update`` finds (at trace time) the optimizer's binding in the store: plan, records, compiled op. Hyperparameters are
-   computed in XLA; each bucket is one op; their tickets are joined.
+2. ``update`` finds (at trace time) the optimizer's binding in the store: plan, records, compiled op. Hyperparameters
+   are computed in XLA; each bucket is one op; their tickets are joined.
 3. float32 params get optax's update. 16-bit params get ``f32(new) - f32(old)``, 0 where they are equal: adding it to
    the old params gives the new ones, so what follows must leave it as it is.
 
@@ -169,8 +169,8 @@ def _declare(leaves: Sequence[tuple[str, Any]], options: Options, params: Any) -
             raise TypeError(f"param {path} is {leaf!r}; give jax or numpy arrays")
         if jnp.dtype(leaf.dtype).name not in _DTYPES:
             raise ValueError(
-                f"param {path} has dtype {leaf.dtype}, which cannot be offloaded; use {', '.join(_DTYPES)}, or leave it "
-                "out with optax.masked or optax.partition"
+                f"param {path} has dtype {leaf.dtype}, which cannot be offloaded; use {', '.join(_DTYPES)}, or leave "
+                "it out with optax.masked or optax.partition"
             )
     arrays = [leaf for _, leaf in leaves]
     given: shardings.Given | None
@@ -189,6 +189,11 @@ def _declare(leaves: Sequence[tuple[str, Any]], options: Options, params: Any) -
 
 def _check_gradients(grads: Sequence[Any], leaves: Sequence[tuple[str, Any]]) -> None:
     for grad, (path, leaf) in zip(grads, leaves, strict=True):
+        if not hasattr(grad, "shape") or not hasattr(grad, "dtype"):
+            raise TypeError(
+                f"the gradient of {path} is {grad!r}; give an array (zeros where there is none), or leave the param "
+                "out with optax.masked or optax.partition"
+            )
         if tuple(grad.shape) != tuple(leaf.shape):
             raise ValueError(f"the gradient of {path} has shape {grad.shape}, the param {leaf.shape}")
         if jnp.dtype(grad.dtype).name not in _DTYPES:

@@ -81,7 +81,7 @@ def test_the_same_tier_twice(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     for one, two in [("a", "a"), ("a", "a/"), ("a", tmp_path / "a"), ("link", jmo.File("a"))]:
-        with pytest.raises(ValueError, match="same directory.*once"):
+        with pytest.raises(ValueError, match=r"same directory.*once"):
             jmo.Store(one, two)
     assert not list((tmp_path / "a").iterdir())
 
@@ -111,7 +111,7 @@ def test_tiers_that_cannot_be_written(tmp_path):
     bad = ["file", "file/below", "no/such/parent", "dangling", "/proc/jmo-test", "/sys/jmo-test", "x" * 300]
     for path in bad:
         full = os.path.join(tmp_path, path)
-        with pytest.raises(OSError, match="cannot be used.*give a directory") as caught:
+        with pytest.raises(OSError, match=r"cannot be used.*give a directory") as caught:
             jmo.Store(tmp_path / "good", full)
         assert full in str(caught.value)
         # what the good tier got is gone again
@@ -136,7 +136,7 @@ def test_host_memory_too_small_for_the_slots(tmp_path):
         tx = jmo.adam(1e-2, store=store)
         with pytest.raises(ValueError, match=r"host_memory=.*too small.*\d+ bytes.*subgroup_elements=8192"):
             run(tx, params, [params])
-        # the size that it names is enough
+    # the size that it names is enough
     with pytest.raises(ValueError, match="too small") as caught, jmo.Store(tmp_path, host_memory=1000) as store:
         run(jmo.adam(1e-2, store=store), params, [params])
     needed = int(str(caught.value).split(" bytes) in all")[0].rsplit("(", 1)[1])
@@ -146,7 +146,8 @@ def test_host_memory_too_small_for_the_slots(tmp_path):
 
 def test_host_memory_too_small_without_a_tier():
     params = make_params({"w": (50000,), "v": (50000,)})
-    with jmo.Store(host_memory="300KB") as store, pytest.raises(ValueError, match="Raise host_memory.*give the store a t"):
+    message = r"Raise host_memory.*give the store a tier"
+    with jmo.Store(host_memory="300KB") as store, pytest.raises(ValueError, match=message):
         run(jmo.adam(1e-2, store=store), params, [params])
 
 
@@ -238,10 +239,11 @@ def test_gradients_of_another_shape_or_tree():
         state = tx.init(params)
         with pytest.raises(ValueError, match=r"gradient of \['w'\] has shape \(4,\), the param \(3,\)"):
             tx.update({"w": jnp.ones(4), "v": jnp.ones(2)}, state, params)
-        with pytest.raises(ValueError, match="'v'|keys"):
+        with pytest.raises(ValueError, match=r"'v'|keys"):
             tx.update({"w": jnp.ones(3)}, state, params)
-        with pytest.raises((TypeError, ValueError), match=r"'v'"):
-            tx.update({"w": jnp.ones(3), "v": None}, state, params)
+        for odd in (None, 0.0):
+            with pytest.raises(TypeError, match=rf"gradient of \['v'\] is {odd}.*zeros"):
+                tx.update({"w": jnp.ones(3), "v": odd}, state, params)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_params_of_another_dtype_than_at_init(name):
         tx = jmo.adamw(1e-2, store=store, name=name)
         _, state = run(tx, params, [params])
         other = make_params({"w": (3,)}, BF16)
-        with pytest.raises(ValueError, match="not those given to init.*'w'.*float32.*bfloat16"):
+        with pytest.raises(ValueError, match=r"not those given to init.*'w'.*float32.*bfloat16"):
             jax.jit(tx.update)(other, state, other)
 
 
@@ -336,7 +338,7 @@ def test_stale_ticket(tmp_path):
         bogus = jmo.OffloadState(state.count, jnp.asarray([latest + 1000], jnp.uint32))
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"{latest + 1000}.*{latest}"):
             jax.block_until_ready(step(new, bogus, grads[2]))
-        with pytest.raises(ValueError, match=f"ticket {old}.*earlier step"):
+        with pytest.raises(ValueError, match=rf"ticket {old}.*earlier step"):
             jmo.read_state(states[1])
         # the refusal harmed nothing: the latest state goes on
         for grad in grads[2:]:
@@ -356,7 +358,7 @@ def test_a_closed_store():
     jax.block_until_ready(new)
     store.close()
     store.close()  # idempotent
-    with pytest.raises(jax.errors.JaxRuntimeError, match="closed|no store"):  # the program that is compiled already
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"closed|no store"):  # the program that is compiled already
         jax.block_until_ready(step(new, state, params))
     with pytest.raises(jmo.ClosedError, match="new Store"):
         jax.jit(tx.update)(params, state, params)

@@ -65,7 +65,8 @@ Status Engine::add_bucket(int64_t instance, int64_t bucket, BucketSpec spec) {
   }
   if (covered != elements)
     return Status(Code::kInvalid, "subgroups of bucket " + std::to_string(bucket) + " cover " +
-                                      std::to_string(covered) + " of " + std::to_string(elements) + " elements");
+                                      std::to_string(covered) + " of " + std::to_string(elements) +
+                                      " elements");
   std::lock_guard<std::mutex> lock(mutex_);
   buckets_[{instance, bucket}] = std::make_shared<const BucketSpec>(std::move(spec));
   return Status();
@@ -89,8 +90,9 @@ Status Engine::submit(Request request) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return Status(Code::kClosed, "the store of this program is closed");
     if (devices_.count(request.device) == 0)
-      return Status(Code::kInvalid, "device " + std::to_string(request.device) +
-                                        " is not one of the optimizer's devices; pass mesh= and param_specs=");
+      return Status(Code::kInvalid,
+                    "device " + std::to_string(request.device) +
+                        " is not one of the optimizer's devices; pass mesh= and param_specs=");
     const BucketSpec& spec = *buckets_.at({request.instance, request.bucket});
     event.skip = request.hyper[spec.hyper_count] != 0.0f;
     event.token = next_request_++;
@@ -133,8 +135,8 @@ static Status no_request(uint64_t request) {
 }
 
 // The part of [begin, begin + count) that lies in each leaf, as segments over request and record.
-UpdateJob Engine::make_job(const Request& request, const BucketSpec& spec, const SubgroupSpec& subgroup, char* memory,
-                           std::vector<int64_t>* leaf_of_segment) const {
+UpdateJob Engine::make_job(const Request& request, const BucketSpec& spec, const SubgroupSpec& subgroup,
+                           char* memory, std::vector<int64_t>* leaf_of_segment) const {
   UpdateJob job;
   job.spec = spec.rule;
   job.hyper = request.hyper;

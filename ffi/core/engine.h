@@ -1,13 +1,16 @@
-// The native half of a store: what XLA's handlers hand over, what the driver does with it, and how the ends meet.
+// The native half of a store: what XLA's handlers hand over, what the driver does with it, and how the ends
+// meet.
 //
-//   handler --submit--> [events] --wait--> driver --read/write/update/hand_back--> I/O and kernel threads --> [events]
-//                                            \--complete/fail--> completion thread of the device --> XLA's promise
+//   handler --submit--> [events] --wait--> driver --read/write/update/hand_back--> I/O and kernel threads -->
+//   [events]
+//                                            \--complete/fail--> completion thread of the device --> XLA's
+//                                            promise
 //
-// What always holds: a request lives from submit until complete or fail, exactly one of which ends it. Promises are
-// completed on a thread of the device's own, never on the driver's: XLA resumes the program there and may block in a
-// collective. Nothing here decides an order; that is the scheduler's.
-// Thread contract: submit from any thread; everything else from the driver thread, but for the set-up calls, which may
-// come at any time before what they set up is used (they take the same lock).
+// What always holds: a request lives from submit until complete or fail, exactly one of which ends it.
+// Promises are completed on a thread of the device's own, never on the driver's: XLA resumes the program
+// there and may block in a collective. Nothing here decides an order; that is the scheduler's. Thread
+// contract: submit from any thread; everything else from the driver thread, but for the set-up calls, which
+// may come at any time before what they set up is used (they take the same lock).
 #pragma once
 
 #include <condition_variable>
@@ -36,7 +39,8 @@ struct LeafSpec {
   bool decay = false;
 };
 
-// A subgroup: elements [begin, begin + count) of the bucket's concatenated leaves, and where its record keeps what.
+// A subgroup: elements [begin, begin + count) of the bucket's concatenated leaves, and where its record keeps
+// what.
 struct SubgroupSpec {
   int64_t begin = 0;
   int64_t count = 0;
@@ -127,8 +131,8 @@ class Engine {
   void push(Event event);
   Request* find(uint64_t request);
   void end(uint64_t request, Status status);
-  UpdateJob make_job(const Request& request, const BucketSpec& spec, const SubgroupSpec& subgroup, char* memory,
-                     std::vector<int64_t>* leaf_of_segment) const;
+  UpdateJob make_job(const Request& request, const BucketSpec& spec, const SubgroupSpec& subgroup,
+                     char* memory, std::vector<int64_t>* leaf_of_segment) const;
 
   mutable std::mutex mutex_;
   std::condition_variable ready_;

@@ -1,13 +1,18 @@
 // Asynchronous transfers of whole records between slots and the files of one tier.
 //
-// 1. A job is one file of `size` bytes and one slot. It is cut into blocks; the blocks go to the queue of its direction.
-// 2. `threads` threads per direction take blocks in order, so that several are in flight. Each block is transferred
-//    with O_DIRECT where file offset, length and memory allow it and the file system accepts it, else buffered.
-// 3. Writes: CRC32C is taken from memory. Reads: it is taken from what was read and compared with `expected_crc`.
-// 4. When the last block of a job has ended (all of them, also after an error), `done` is called once, from an I/O thread.
+// 1. A job is one file of `size` bytes and one slot. It is cut into blocks; the blocks go to the queue of its
+// direction.
+// 2. `threads` threads per direction take blocks in order, so that several are in flight. Each block is
+// transferred
+//    with O_DIRECT where file offset, length and memory allow it and the file system accepts it, else
+//    buffered.
+// 3. Writes: CRC32C is taken from memory. Reads: it is taken from what was read and compared with
+// `expected_crc`.
+// 4. When the last block of a job has ended (all of them, also after an error), `done` is called once, from
+// an I/O thread.
 // 5. Bandwidth limits are smooth token buckets, one a direction.
-// Thread contract: read/write may be called from any thread; `done` must not block. close() ends all queued jobs with
-// kClosed, waits for those in flight, and joins the threads; it is idempotent.
+// Thread contract: read/write may be called from any thread; `done` must not block. close() ends all queued
+// jobs with kClosed, waits for those in flight, and joins the threads; it is idempotent.
 #pragma once
 
 #include <cstddef>
@@ -32,16 +37,16 @@ struct IoJob {
 struct IoResult {
   uint64_t token = 0;
   bool is_write = false;
-  Status status;       // message: what failed, path, offset, errno text
-  uint32_t crc = 0;    // CRC32C of the whole record
+  Status status;     // message: what failed, path, offset, errno text
+  uint32_t crc = 0;  // CRC32C of the whole record
   size_t size = 0;
   double start_s = 0;  // monotonic clock; when the first block was taken up
   double end_s = 0;
 };
 
 struct TierOptions {
-  bool direct = true;            // try O_DIRECT
-  double read_limit_bps = 0;     // bytes/s; 0 = unlimited
+  bool direct = true;         // try O_DIRECT
+  double read_limit_bps = 0;  // bytes/s; 0 = unlimited
   double write_limit_bps = 0;
   int threads = 2;               // per direction
   size_t block_size = 4u << 20;  // bytes; rounded up to 4096

@@ -1,7 +1,8 @@
-// Threads that run the fused update. A job is one subgroup: its segments are cut into pieces at cell boundaries, which
-// all threads of the pool take in turn, so that one large record is updated at the speed of all of them.
-// Thread contract: submit may be called from any thread; `done` is called once a job, from a kernel thread, and must
-// not block. close() finishes what was submitted and joins; it is idempotent. The segments' memory must outlive `done`.
+// Threads that run the fused update. A job is one subgroup: its segments are cut into pieces at cell
+// boundaries, which all threads of the pool take in turn, so that one large record is updated at the speed of
+// all of them. Thread contract: submit may be called from any thread; `done` is called once a job, from a
+// kernel thread, and must not block. close() finishes what was submitted and joins; it is idempotent. The
+// segments' memory must outlive `done`.
 #pragma once
 
 #include <cstdint>
@@ -45,15 +46,15 @@ class KernelPool {
   std::unique_ptr<Impl> impl_;
 };
 
-// Best of `repeats` STREAM-like passes over `bytes` of pre-touched memory with `threads` threads, in bytes/s moved.
-// Patterns: triad (2 reads, 1 write), copy, and read-modify-write of the kind that an optimizer does.
+// Best of `repeats` STREAM-like passes over `bytes` of pre-touched memory with `threads` threads, in bytes/s
+// moved. Patterns: triad (2 reads, 1 write), copy, and read-modify-write of the kind that an optimizer does.
 struct StreamResult {
   double triad_bps, copy_bps, update_bps;
 };
 StreamResult measure_stream(size_t bytes, int threads, int repeats);
 
-// Best of `repeats` passes of Adam over `elements` pre-touched elements with f32 moments, in seconds, without I/O or XLA.
-// `param` and `grad` are DTypes as numbers. For benchmarks.
+// Best of `repeats` passes of Adam over `elements` pre-touched elements with f32 moments, in seconds, without
+// I/O or XLA. `param` and `grad` are DTypes as numbers. For benchmarks.
 double time_kernel(int64_t elements, int param, int grad, int threads, int repeats, bool decay);
 
 }  // namespace jmo

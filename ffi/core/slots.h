@@ -10,7 +10,8 @@ namespace jmo {
 
 class Slots {
  public:
-  // `slot_size` is a multiple of 4096. On failure the object is empty and status() says why (with the bytes asked for).
+  // `slot_size` is a multiple of 4096. On failure the object is empty and status() says why (with the bytes
+  // asked for).
   Slots(size_t count, size_t slot_size, int touch_threads);
   ~Slots();
   Slots(const Slots&) = delete;

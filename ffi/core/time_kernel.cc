@@ -28,7 +28,7 @@ double run_once(KernelPool& pool, const UpdateJob& job) {
 }  // namespace
 
 double time_kernel(int64_t elements, int param, int grad, int threads, int repeats, bool decay) {
-  static const float hyper[kAdamHyperCount] = {-1e-3f, 0.9f, 0.1f, 0.999f, 0.001f, 1e-8f,
+  static const float hyper[kAdamHyperCount] = {-1e-3f, 0.9f,  0.1f, 0.999f, 0.001f, 1e-8f,
                                                0,      0.01f, 0.1f, 0.001f, 0.19f,  0.9f};
   Segment segment;
   segment.grad_type = static_cast<DType>(grad);
@@ -39,9 +39,13 @@ double time_kernel(int64_t elements, int param, int grad, int threads, int repea
   job.hyper = hyper;
   const bool split = job.spec.param != DType::kF32;
   // all operands in one touched arena, each on its own page
-  const size_t sizes[] = {elements * size_of(segment.grad_type), elements * size_of(job.spec.param),
-                          elements * size_of(job.spec.param), elements * sizeof(float), elements * sizeof(float),
-                          split ? elements * sizeof(float) : 0, split ? cells_of(elements) * sizeof(uint32_t) : 0};
+  const size_t sizes[] = {elements * size_of(segment.grad_type),
+                          elements * size_of(job.spec.param),
+                          elements * size_of(job.spec.param),
+                          elements * sizeof(float),
+                          elements * sizeof(float),
+                          split ? elements * sizeof(float) : 0,
+                          split ? cells_of(elements) * sizeof(uint32_t) : 0};
   size_t total = 0;
   for (size_t size : sizes) total += (size + 8191) / 4096 * 4096;
   Slots arena(1, total, threads);

@@ -1,9 +1,10 @@
 // The fused update of one run of elements: what a rule needs to know, and where its operands lie.
 //
-// What always holds: a run gives the same bits whatever the number of threads and the vector width. No operation is
-// contracted or reassociated, division and square root are true ones, and every hyperparameter comes in as an operand.
-// Denormals are flushed on input and output, as XLA's CPU backend does (the kernel threads set that mode themselves).
-// Thread contract: update_run may be called from many threads at once over disjoint runs.
+// What always holds: a run gives the same bits whatever the number of threads and the vector width. No
+// operation is contracted or reassociated, division and square root are true ones, and every hyperparameter
+// comes in as an operand. Denormals are flushed on input and output, as XLA's CPU backend does (the kernel
+// threads set that mode themselves). Thread contract: update_run may be called from many threads at once over
+// disjoint runs.
 #pragma once
 
 #include <cstddef>
@@ -27,28 +28,29 @@ struct RuleSpec {
 
 // Positions of the hyperparameters in the op's `hyper` operand (f32).
 enum AdamHyper : int {
-  kNegLr = 0,        // -learning_rate
-  kB1,               // decay of mu, in the precision that optax multiplies with
+  kNegLr = 0,  // -learning_rate
+  kB1,         // decay of mu, in the precision that optax multiplies with
   kOneMinusB1,
   kB2,
   kOneMinusB2,
   kEps,
   kEpsRoot,
-  kWeightDecay,      // 0 where there is none
-  kBiasCorrection1,  // 1 - b1**count
-  kBiasCorrection2,  // 1 - b2**count
+  kWeightDecay,          // 0 where there is none
+  kBiasCorrection1,      // 1 - b1**count
+  kBiasCorrection2,      // 1 - b2**count
   kNextBiasCorrection1,  // 1 - b1**(count + 1), read with Nesterov only
-  kB1Param,          // b1 as it multiplies the corrected moment with Nesterov
+  kB1Param,              // b1 as it multiplies the corrected moment with Nesterov
   kAdamHyperCount
 };
 enum SgdHyper : int { kSgdNegLr = 0, kMomentum, kSgdHyperCount };
 
-// Params of 16 bits are guarded: each cell of this many elements (counted from the start of a segment) has a hash of
-// the params that the update left behind, so that params replaced from outside are noticed.
+// Params of 16 bits are guarded: each cell of this many elements (counted from the start of a segment) has a
+// hash of the params that the update left behind, so that params replaced from outside are noticed.
 constexpr int64_t kCellElements = 4096;
 constexpr int64_t cells_of(int64_t elements) { return (elements + kCellElements - 1) / kCellElements; }
 
-// One contiguous run of elements of one leaf. Pointers are at its first element and may be unaligned to the vector.
+// One contiguous run of elements of one leaf. Pointers are at its first element and may be unaligned to the
+// vector.
 struct Segment {
   const void* grad = nullptr;
   DType grad_type = DType::kF32;
@@ -56,21 +58,22 @@ struct Segment {
   void* out = nullptr;          // f32: optax's update; bf16/f16: the new params
   void* mu = nullptr;
   void* nu = nullptr;
-  void* master = nullptr;       // bf16: int16 remainders; f16: f32 masters; f32: null
-  uint32_t* cells = nullptr;    // cells_of(count) hashes; null for f32 params
+  void* master = nullptr;     // bf16: int16 remainders; f16: f32 masters; f32: null
+  uint32_t* cells = nullptr;  // cells_of(count) hashes; null for f32 params
   int64_t count = 0;
-  bool decay = false;           // whether weight decay applies to this leaf
+  bool decay = false;  // whether weight decay applies to this leaf
 };
 
-// Updates elements [begin, end) of `segment`; begin is a multiple of kCellElements. With `fresh` the record holds
-// nothing yet: moments and remainders are taken as zero and cells are not compared.
-// Returns how many cells were found to hold other params than the last update left (their remainder is dropped:
-// the params from outside are adopted).
-int64_t update_run(const RuleSpec& spec, const float* hyper, const Segment& segment, int64_t begin, int64_t end,
-                   bool fresh);
+// Updates elements [begin, end) of `segment`; begin is a multiple of kCellElements. With `fresh` the record
+// holds nothing yet: moments and remainders are taken as zero and cells are not compared. Returns how many
+// cells were found to hold other params than the last update left (their remainder is dropped: the params
+// from outside are adopted).
+int64_t update_run(const RuleSpec& spec, const float* hyper, const Segment& segment, int64_t begin,
+                   int64_t end, bool fresh);
 
-// The instruction sets that update_run can use here, best first, and the one in use ("avx512", "avx2", "baseline").
-// force_isa("") goes back to the best; an unknown or unsupported name returns false. For tests and benchmarks.
+// The instruction sets that update_run can use here, best first, and the one in use ("avx512", "avx2",
+// "baseline"). force_isa("") goes back to the best; an unknown or unsupported name returns false. For tests
+// and benchmarks.
 const char* isa_in_use();
 bool force_isa(const char* name);
 

@@ -1,5 +1,5 @@
-// One thread that runs what it is given, in order. Thread contract: run from any thread; close() (idempotent, also by
-// the destructor) runs what is queued and joins.
+// One thread that runs what it is given, in order. Thread contract: run from any thread; close() (idempotent,
+// also by the destructor) runs what is queued and joins.
 #pragma once
 
 #include <condition_variable>

@@ -1,5 +1,5 @@
-// Python's view of ffi/core and ffi/xla: thin, no logic of its own. Only jax_mlp_offload/native.py imports it.
-// Every call that can wait or copy much releases the GIL.
+// Python's view of ffi/core and ffi/xla: thin, no logic of its own. Only jax_mlp_offload/native.py imports
+// it. Every call that can wait or copy much releases the GIL.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -39,8 +39,8 @@ nb::tuple event_tuple(const Event& event) {
   const int kind = static_cast<int>(event.kind);
   switch (event.kind) {
     case EventKind::kArrived:
-      return nb::make_tuple(kind, event.token, event.instance, event.bucket, event.device, event.run_id, event.ticket,
-                            event.skip);
+      return nb::make_tuple(kind, event.token, event.instance, event.bucket, event.device, event.run_id,
+                            event.ticket, event.skip);
     case EventKind::kRead:
     case EventKind::kWritten:
       return nb::make_tuple(kind, event.token, event.status.message(), event.status.error_number(), event.crc,
@@ -88,7 +88,8 @@ void add_bucket(Engine& engine, int64_t instance, int64_t bucket, nb::dict spec)
   result.rule.nesterov = nb::cast<bool>(spec["nesterov"]);
   result.reads_params = nb::cast<bool>(spec["reads_params"]);
   result.hyper_count = nb::cast<int>(spec["hyper_count"]);
-  for (const Leaf& leaf : nb::cast<std::vector<Leaf>>(spec["leaves"])) result.leaves.push_back({leaf.first, leaf.second});
+  for (const Leaf& leaf : nb::cast<std::vector<Leaf>>(spec["leaves"]))
+    result.leaves.push_back({leaf.first, leaf.second});
   for (const Range& range : nb::cast<std::vector<Range>>(spec["subgroups"]))
     result.subgroups.push_back({range.first, range.second});
   result.mu_offset = nb::cast<int64_t>(spec["mu_offset"]);
@@ -104,8 +105,8 @@ void bind_engine(nb::module_& m) {
       .def(nb::init<int>(), nb::arg("kernel_threads"))
       .def(
           "add_slots",
-          [](Engine& engine, size_t count, size_t size) { raise_if(engine.add_slots(count, size)); }, nb::arg("count"),
-          nb::arg("slot_size"), nb::call_guard<nb::gil_scoped_release>())
+          [](Engine& engine, size_t count, size_t size) { raise_if(engine.add_slots(count, size)); },
+          nb::arg("count"), nb::arg("slot_size"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "add_tier",
           [](Engine& engine, bool direct, double read_limit_bps, double write_limit_bps, int threads,
@@ -127,19 +128,17 @@ void bind_engine(nb::module_& m) {
              job.expected_crc = crc;
              engine.read(tier, std::move(job));
            })
-      .def("write",
-           [](Engine& engine, int tier, const std::string& path, size_t slot, size_t size, uint64_t token) {
-             engine.write(tier, make_job(engine, path, slot, size, token));
-           })
+      .def("write", [](Engine& engine, int tier, const std::string& path, size_t slot, size_t size,
+                       uint64_t token) { engine.write(tier, make_job(engine, path, slot, size, token)); })
       .def("update",
            [](Engine& engine, uint64_t request, int64_t subgroup, size_t slot, bool fresh, uint64_t token) {
              raise_if(engine.update(request, subgroup, slot_memory(engine, slot), fresh, token));
            })
       .def("hand_back", [](Engine& engine, uint64_t request) { raise_if(engine.hand_back(request)); })
-      .def("complete",
-           [](Engine& engine, uint64_t request, uint32_t ticket) { raise_if(engine.complete(request, ticket)); })
-      .def("fail",
-           [](Engine& engine, uint64_t request, const std::string& message) { raise_if(engine.fail(request, message)); })
+      .def("complete", [](Engine& engine, uint64_t request,
+                          uint32_t ticket) { raise_if(engine.complete(request, ticket)); })
+      .def("fail", [](Engine& engine, uint64_t request,
+                      const std::string& message) { raise_if(engine.fail(request, message)); })
       .def("fail_all", &Engine::fail_all)
       .def("open_requests", &Engine::open_requests)
       .def("copy_slot",
@@ -154,8 +153,9 @@ void bind_engine(nb::module_& m) {
 }
 
 void bind_tools(nb::module_& m) {
-  m.def("crc32c", [](Bytes data, uint32_t seed) { return crc32c(data.data(), data.size(), seed); }, nb::arg("data"),
-        nb::arg("seed") = 0);
+  m.def(
+      "crc32c", [](Bytes data, uint32_t seed) { return crc32c(data.data(), data.size(), seed); },
+      nb::arg("data"), nb::arg("seed") = 0);
   m.def(
       "read_file",
       [](const std::string& path, Bytes target, uint32_t crc, bool direct) {
@@ -183,15 +183,15 @@ void bind_tools(nb::module_& m) {
         return nb::make_tuple(result.triad_bps, result.copy_bps, result.update_bps);
       },
       nb::arg("bytes"), nb::arg("threads"), nb::arg("repeats"));
-  m.def("time_kernel", &time_kernel, nb::arg("elements"), nb::arg("param"), nb::arg("grad"), nb::arg("threads"),
-        nb::arg("repeats"), nb::arg("decay"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("time_kernel", &time_kernel, nb::arg("elements"), nb::arg("param"), nb::arg("grad"),
+        nb::arg("threads"), nb::arg("repeats"), nb::arg("decay"), nb::call_guard<nb::gil_scoped_release>());
   m.def("isa_in_use", &isa_in_use);
   m.def("force_isa", &force_isa);
   m.def("now_s", &now_s);
   m.def(
       "inject_fault",
-      [](const std::string& path_prefix, bool is_write, int64_t after_count, int64_t fail_count, int error_number,
-         double min_delay_s, double max_delay_s, uint64_t seed) {
+      [](const std::string& path_prefix, bool is_write, int64_t after_count, int64_t fail_count,
+         int error_number, double min_delay_s, double max_delay_s, uint64_t seed) {
         FaultSpec spec;
         spec.path_prefix = path_prefix;
         spec.is_write = is_write;
@@ -204,8 +204,8 @@ void bind_tools(nb::module_& m) {
         inject_fault(spec);
       },
       nb::arg("path_prefix"), nb::arg("is_write"), nb::arg("after_count") = 0, nb::arg("fail_count") = -1,
-      nb::arg("error_number") = 0,
-      nb::arg("min_delay_s") = 0.0, nb::arg("max_delay_s") = 0.0, nb::arg("seed") = 0);
+      nb::arg("error_number") = 0, nb::arg("min_delay_s") = 0.0, nb::arg("max_delay_s") = 0.0,
+      nb::arg("seed") = 0);
   m.def("clear_faults", &clear_faults);
 }
 

@@ -11,7 +11,8 @@ namespace {
 namespace xffi = xla::ffi;
 
 xffi::Error error_of(const Status& status) {
-  const auto code = status.code() == Code::kInvalid ? XLA_FFI_Error_Code_INVALID_ARGUMENT : XLA_FFI_Error_Code_ABORTED;
+  const auto code =
+      status.code() == Code::kInvalid ? XLA_FFI_Error_Code_INVALID_ARGUMENT : XLA_FFI_Error_Code_ABORTED;
   return xffi::Error(code, status.message());
 }
 
@@ -68,8 +69,8 @@ Status take_leaf(const BucketSpec& spec, size_t leaf, xffi::RemainingArgs& args,
 
 xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi::DataType::U32> ticket,
                         xffi::BufferR1<xffi::DataType::F32> hyper, xffi::RemainingArgs args,
-                        xffi::ResultBufferR1<xffi::DataType::U32> ticket_out, xffi::RemainingRets rets, int64_t store,
-                        int64_t instance, int64_t bucket) {
+                        xffi::ResultBufferR1<xffi::DataType::U32> ticket_out, xffi::RemainingRets rets,
+                        int64_t store, int64_t instance, int64_t bucket) {
   auto engine = find_engine(store);
   if (!engine)
     return failed(Status(Code::kClosed, "jax_mlp_offload: store " + std::to_string(store) +
@@ -77,8 +78,9 @@ xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi:
   auto spec = engine->bucket(instance, bucket);
   if (!spec)
     return failed(Status(Code::kInvalid, "jax_mlp_offload: store " + std::to_string(store) +
-                                             " does not know optimizer " + std::to_string(instance) + ", bucket " +
-                                             std::to_string(bucket) + " of this program; trace the step again"));
+                                             " does not know optimizer " + std::to_string(instance) +
+                                             ", bucket " + std::to_string(bucket) +
+                                             " of this program; trace the step again"));
   const size_t leaves = spec->leaves.size();
   if (args.size() != leaves * (spec->reads_params ? 2 : 1) || rets.size() != leaves ||
       hyper.element_count() != static_cast<size_t>(spec->hyper_count) + 1)

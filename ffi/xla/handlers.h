@@ -1,4 +1,5 @@
-// The op `jmo_update` for XLA's CPU backend. Thread contract: XLA calls it from its own threads, several at once.
+// The op `jmo_update` for XLA's CPU backend. Thread contract: XLA calls it from its own threads, several at
+// once.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
