@@ -87,23 +87,20 @@ def update_limit(
     return UpdateLimit(moved, moved / total_bps if moved else 0.0, kernel_s)
 
 
-def iteration_limit(
-    overlap: Overlap, update_s: float, forward_s: float = 0.0, backward_s: float = 0.0, first_gradient_s: float = 0.0
-) -> float:
+def iteration_limit(overlap: Overlap, update_s: float, passes_s: float = 0.0, first_gradient_s: float = 0.0) -> float:
     """The limit of one iteration, in seconds.
 
     Args:
       overlap: see :class:`Overlap`.
       update_s: limit of the update.
-      forward_s: seconds of the forward pass alone.
-      backward_s: seconds of the backward pass alone.
-      first_gradient_s: from the start of backward until its first gradient.
+      passes_s: seconds of forward and backward alone.
+      first_gradient_s: from the start of the iteration until the update gets its first gradient.
     """
     if overlap is Overlap.GIVEN:
         return update_s
     if overlap is Overlap.BARRIER:
-        return forward_s + backward_s + update_s
-    return forward_s + max(backward_s, first_gradient_s + update_s)
+        return passes_s + update_s
+    return max(passes_s, first_gradient_s + update_s)
 
 
 def ideal_shares(bandwidths: Sequence[Bandwidth]) -> list[float]:

@@ -90,11 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tiers = _tiers(args)
         bandwidths = _bandwidths(tiers)
         kernel_s = _kernel_s(load, args.kernel_threads)
-        run, passes = _measure(args, load, tiers)
+        passes_s = workload.time_passes(load) if args.backward == "real" else 0.0
+        run = _measure(args, load, tiers)
     update = limit.update_limit(run.record_bytes, run.stats["slots"], bandwidths, kernel_s)
     overlap = _overlap(args)
-    iteration_s = limit.iteration_limit(overlap, update.update_s, *passes)
+    first_gradient_s = step_report.first_arrival_s(run)
+    if overlap is Overlap.BARRIER:
+        passes_s = first_gradient_s  # nothing of ours runs before: this is what the passes took here
+    iteration_s = limit.iteration_limit(overlap, update.update_s, passes_s, first_gradient_s)
     figures = step_report.figures(run, update, overlap, iteration_s, bandwidths, [tier.label for tier in tiers])
+    figures |= {"passes_s": passes_s, "first_gradient_s": first_gradient_s}
     step_report.show(figures, memory=args.memory_report)
     settings = {
         **{name: value for name, value in vars(args).items() if name not in ("tier", "json")},
@@ -204,16 +209,9 @@ def _kernel_s(load: workload.Workload, threads: int | None) -> float:
 # -- the steps
 
 
-def _measure(
-    args: argparse.Namespace, load: workload.Workload, tiers: Sequence[Tier]
-) -> tuple[Run, tuple[float, float, float]]:
-    """The run, and seconds of forward, of backward, and until the first gradient (0 where gradients are given)."""
+def _measure(args: argparse.Namespace, load: workload.Workload, tiers: Sequence[Tier]) -> Run:
     run = Run(load, imported_bytes=report.resident_bytes()[0])
     params = load.draw(seed=0, scale=load.width**-0.5)
-    passes = (0.0, 0.0, 0.0)
-    if args.backward == "real":
-        forward_s, backward_s = workload.time_forward_backward(load, params)
-        passes = (forward_s, backward_s, backward_s / load.layers)
     with jmo.Store(
         *(tier.file for tier in tiers),
         host_memory=args.host_memory,
@@ -239,7 +237,7 @@ def _measure(
             if index >= WARM_UP:
                 run.steps.append((begin_s, native.now_s()))
         _end_counting(run, store)
-    return run, passes
+    return run
 
 
 def _begin_counting(run: Run, store: jmo.Store) -> None:

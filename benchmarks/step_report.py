@@ -86,6 +86,15 @@ def memory(run: Run) -> dict[str, int]:
     }
 
 
+def first_arrival_s(run: Run) -> float:
+    """Median seconds from a step's begin until the first gradients came to the update."""
+    assert run.trace is not None
+    arrivals = run.trace.arrivals_s
+    return statistics.median(
+        min((at for at in arrivals if begin_s < at <= end_s), default=end_s) - begin_s for begin_s, end_s in run.steps
+    )
+
+
 def _phase_s(spans: Sequence[Span]) -> float:
     """From the first transfer or kernel of a step to its last."""
     if not spans:
@@ -151,7 +160,8 @@ def show(made: Mapping[str, Any], memory: bool = False) -> None:
         f"step {made['median_s']:.3f} s (median; mean {made['mean_s']:.3f}, "
         f"{min(made['step_s']):.3f} to {max(made['step_s']):.3f}), phase {made['phase_s']:.3f} s\n"
         f"limit {made['limit_s']:.3f} s: {format_bytes(limit['moved_bytes'])} each way in {limit['io_s']:.3f} s, "
-        f"kernel {limit['kernel_s']:.3f} s\n"
+        f"kernel {limit['kernel_s']:.3f} s; forward and backward {made['passes_s']:.3f} s, first gradient after "
+        f"{made['first_gradient_s']:.3f} s\n"
         f"ratio {made['ratio']:.3f} (mean {made['mean_ratio']:.3f})\n"
         f"{made['records']} records in {made['slots']} slots of {format_bytes(made['slot_bytes'])}: "
         f"{made['hits_per_step']:.1f} hits and {made['misses_per_step']:.1f} misses a step, "

@@ -315,11 +315,12 @@ class DeviceCache:
         """Indices of all records that rest."""
         return {*self._over, *self._due, *self._idle}
 
-    def victim(self, due_too: bool) -> Record | None:
+    def victim(self, desperate: bool) -> Record | None:
         """The record to write out next; None if there is none that may go.
 
         Args:
-          due_too: whether records that this step still needs may go as well.
+          desperate: whether a record that this step still needs may go as well, if one is waiting. Where buckets come one
+            by one there may be no other, and as many go as keep the tiers busy.
         """
         if self._idle:
             return next(iter(self._idle.values()))
@@ -327,7 +328,17 @@ class DeviceCache:
             return next(itertools.chain(self._due.values(), self._over.values()), None)
         if self._over:
             return next(reversed(self._over.values()))
-        return next(reversed(self._due.values())) if due_too and self._due else None
+        if not self._due or self.waiting <= self.writing:
+            return None
+        starved = self.forced and self.updating == 0 and self.reading + self.writing < self._window
+        return next(reversed(self._due.values())) if desperate or starved else None
+
+    def count(self, life: Life, change: int) -> None:
+        """So many more of the records are read, or written."""
+        if life is Life.READING:
+            self.reading += change
+        else:
+            self.writing += change
 
 
 def _add(sizes: dict[int, int], tier: int, size_bytes: int) -> None:

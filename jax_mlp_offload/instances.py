@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.ledger import Ledger
@@ -74,15 +74,36 @@ class Instance:
         self.adopted_serials.clear()
 
 
-def make_records(
-    instance: int, devices: Sequence[int], bucket_records: Sequence[Sequence[int]], known: list[Record]
-) -> dict[tuple[int, int], list[Record]]:
-    """Makes an optimizer's records by (bucket, device), from their sizes in bytes, and adds them to the known ones."""
+def make_instance(
+    number: int,
+    name: str,
+    devices: Sequence[int],
+    bucket_records: Sequence[Sequence[int]],
+    leaf_names: Callable[[int, int], list[str]],
+    bucket_leaf: Callable[[int, int], str],
+    foreign: ForeignParams,
+    serials: Iterator[int] | None,
+    known: list[Record],
+) -> Instance:
+    """Makes an optimizer and its records.
+
+    Args:
+      number: its number in compiled programs.
+      name: for messages.
+      devices: ordinals; each has all buckets.
+      bucket_records: for each bucket the sizes of its records in bytes.
+      leaf_names: names of the leaves under (bucket, subgroup).
+      bucket_leaf: name of a leaf of a bucket.
+      foreign: what replaced 16-bit params lead to.
+      serials: source of serials, for tests.
+      known: all records of the store by index; those of the optimizer are added.
+    """
     records: dict[tuple[int, int], list[Record]] = {}
     for device in devices:
         for bucket, sizes in enumerate(bucket_records):
             first = len(known)
-            row = [Record(first + i, instance, bucket, device, i, size) for i, size in enumerate(sizes)]
+            row = [Record(first + i, number, bucket, device, i, size) for i, size in enumerate(sizes)]
             known.extend(row)
             records[bucket, device] = row
-    return records
+    ledger = Ledger(name, len(bucket_records), devices, serials)
+    return Instance(number, name, tuple(devices), records, leaf_names, bucket_leaf, foreign, ledger)

@@ -2,8 +2,8 @@
 
 1. Leaves are taken in tree order; consecutive ones of one dtype form a bucket until it holds a subgroup's worth. A
    bucket is one op in the compiled program.
-2. A bucket is cut into equal subgroups of at most ``subgroup_elements``. A subgroup's record is one contiguous
-   range of bytes ``[mu | nu | master or remainder | cells]``, padded to 4096.
+2. A bucket is cut into equal subgroups of at most ``subgroup_elements``; only its last one may be shorter. A
+   subgroup's record is one contiguous range of bytes ``[mu | nu | master or remainder | cells]``, padded to 4096.
 3. Records of a bucket have one size. All slots of a store have one size, that of its largest record.
 
 Everything here is per device: sizes are those of a device's shard. Pure; imports nothing of jax.
@@ -112,9 +112,14 @@ def make_plan(
     Args:
       leaves: in tree order; leaves without elements take part in no bucket.
       layouts: a record's layout by the param's dtype.
-      subgroup_elements: most elements of a subgroup.
+      subgroup_elements: most elements of a subgroup; where a bucket is cut, rounded up to ``CELL_ELEMENTS``.
       slot_bytes: where slots exist already, the size that no record may exceed.
+
+    Raises:
+      ValueError: if ``subgroup_elements`` is not positive, or the smallest record is larger than a slot.
     """
+    if subgroup_elements < 1:
+        raise ValueError(f"subgroup_elements={subgroup_elements!r} must be 1 or more")
     open_buckets: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
     closed: list[list[int]] = []
@@ -156,7 +161,7 @@ def _cut(
                 f"a record of {count} elements takes {record_bytes} bytes, more than the store's slots of {slot_bytes}; "
                 "give the optimizers of one store similar sizes, or each its own store"
             )
-        number += 1
+        number = max(number + 1, number * record_bytes // slot_bytes)
 
 
 def _cells(sizes: Sequence[int], begin: int, count: int) -> int:

@@ -47,11 +47,14 @@ def read_masters(state: Any, params: Any) -> Any:
       A tree like ``params``, float32. float32 params, and leaves that no offloaded optimizer holds, are as they are.
 
     Raises:
-      ValueError: if no open store holds the state, or ``params`` lacks a leaf of it.
+      ValueError: if there is no OffloadState, no open store holds it, or ``params`` lacks a leaf of it.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     masters = {canonical_path(path): param for path, param in flat}
-    for found in filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)):
+    states = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(leaf)]
+    if not states:
+        raise ValueError("read_masters: there is no OffloadState in this state; give that of an offloaded optimizer")
+    for found in states:
         if not masters or not _ticket(found):
             continue  # no update yet: the masters are the params
         store, binding = _find(found)

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.cache import DeviceCache
-from jax_mlp_offload.instances import ForeignParams, Instance, make_records
-from jax_mlp_offload.ledger import Ledger
+from jax_mlp_offload.instances import ForeignParams, Instance, make_instance
 from jax_mlp_offload.operations import Operations
 from jax_mlp_offload.placement import QUEUE, TierSpec
 from jax_mlp_offload.transfers import Transfers
@@ -79,24 +78,12 @@ class Scheduler:
         foreign: ForeignParams = ForeignParams.WATCH,
         serials: Iterator[int] | None = None,
     ) -> Instance:
-        """Registers an optimizer.
-
-        Args:
-          number: its number in compiled programs.
-          name: for messages.
-          devices: ordinals; each has all buckets.
-          bucket_records: for each bucket the sizes of its records in bytes.
-          leaf_names: names of the leaves under (bucket, subgroup).
-          bucket_leaf: name of a leaf of a bucket.
-          foreign: what replaced 16-bit params lead to.
-          serials: source of serials, for tests.
-        """
-        caches = [self._device(device) for device in devices]
-        records = make_records(number, devices, bucket_records, self.records)
-        for cache in caches:
-            cache.records += sum(map(len, bucket_records))
-        ledger = Ledger(name, len(bucket_records), devices, serials)
-        instance = Instance(number, name, tuple(devices), records, leaf_names, bucket_leaf, foreign, ledger)
+        """Registers an optimizer; see :func:`make_instance` for the arguments."""
+        instance = make_instance(
+            number, name, devices, bucket_records, leaf_names, bucket_leaf, foreign, serials, self.records
+        )
+        for device in devices:
+            self._device(device).records += sum(map(len, bucket_records))
         self.instances[number] = instance
         return instance
 
@@ -333,8 +320,7 @@ class Scheduler:
     def _evict(self, cache: DeviceCache, desperate: bool) -> None:
         """Writes out as many victims as records wait for a slot, as far as tiers pull."""
         while cache.lacking > 0:
-            due_too = cache.waiting > cache.writing and (desperate or self._may_evict_due(cache))
-            record = cache.victim(due_too)
+            record = cache.victim(desperate)
             if record is None:
                 if cache.stuck == len(cache.slots):
                     self._fail_waiting(cache, self._why_stuck(cache))
@@ -349,10 +335,6 @@ class Scheduler:
             self._write(cache, record, tier)
             desperate = False
 
-    def _may_evict_due(self, cache: DeviceCache) -> bool:
-        """Where buckets come one by one there may be no other victim; more than keeps the tiers busy is a waste."""
-        return cache.forced and cache.updating == 0 and cache.reading + cache.writing < self._depth
-
     def _fill(self, cache: DeviceCache) -> bool:
         """Gives a free slot to the record that should have it; false if none should."""
         record = cache.next_absent()
@@ -366,7 +348,7 @@ class Scheduler:
         record = cache.next_from(tier) if tier in cache.waiting_bytes else cache.next_ahead(tier)
         record.slot = cache.free.pop()
         record.life = Life.READING
-        cache.reading += 1
+        cache.count(Life.READING, 1)
         self.misses += 1
         self._transfers.begin(record, tier, self._operations.now_s)
         self._operations.actions.append(Read(record))
@@ -374,7 +356,7 @@ class Scheduler:
 
     def _write(self, cache: DeviceCache, record: Record, tier: int) -> None:
         record.life, record.tier = Life.WRITING, tier
-        cache.writing += 1
+        cache.count(Life.WRITING, 1)
         self._transfers.begin(record, tier, self._operations.now_s)
         self._operations.actions.append(Write(record))
 
@@ -388,10 +370,8 @@ class Scheduler:
         cache = self.devices[record.device]
         if self._transfers.end(record, tier, ok, self._operations.now_s):
             cache.stuck -= 1
-        elif life is Life.READING:
-            cache.reading -= 1
         else:
-            cache.writing -= 1
+            cache.count(life, -1)
         return tier
 
     def _unblock(self) -> None:
@@ -405,10 +385,7 @@ class Scheduler:
         cause = self._transfers.give_up(record, self.describe(record))
         cache = self.devices[record.device]
         cache.stuck += 1
-        if record.life is Life.READING:
-            cache.reading -= 1
-        else:
-            cache.writing -= 1
+        cache.count(record.life, -1)
         self._retire(record.tier, cause)
         if record.wanted_by is not None:
             self._fail(self.instances[record.instance], cause, record.wanted_by.serial)

@@ -38,6 +38,7 @@ from models.transformer import Config
 
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 STATE_BYTES_PER_PARAM = {"bf16": 10, "f32": 8}
+LEAST_HOST_BYTES_PER_DEVICE = 4 * 2**20
 STEPS, STEPS_COMPARED = 50, 20
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -102,7 +103,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     add("--steps", type=int, help=f"training steps (default: {STEPS}, each {STEPS_COMPARED} with --compare)")
     add("--tier", action="append", default=[], metavar="PATH", dest="tiers",
         help="a folder or URL for optimizer state; repeat for more (default: two folders under --out)")  # fmt: skip
-    add("--host-memory", metavar="SIZE", help="for state, such as 64MiB (default: a third of the state)")
+    add("--host-memory", metavar="SIZE", help="for state, such as 64MiB (default: about a third of it)")
     add("--devices", type=int, default=1, help="devices to train on; made up if they are CPUs (default: 1)")
     add("--batch", type=int, default=8, help="sequences a step (default: %(default)s)")
     add("--seq", type=int, default=128, help="tokens a sequence (default: %(default)s)")
@@ -192,28 +193,35 @@ def offloaded_optimizer(settings: Settings, config: Config, mesh: Mesh) -> Itera
     for tier in settings.tiers:
         _check_writable(tier)
     third = transformer.count_params(config) * STATE_BYTES_PER_PARAM[settings.param_dtype] // 3
+    enough = max(third, LEAST_HOST_BYTES_PER_DEVICE * settings.devices)
     try:
         with _usage():
             store = jmo.Store(
                 *settings.tiers,
-                host_memory=settings.host_memory or third,
+                host_memory=settings.host_memory or enough,
                 subgroup_elements=settings.subgroup_elements,
             )
     except jmo.OffloadError as error:
         raise UsageError(str(error)) from error
     try:
         with store:
+            tx = jmo.adamw(
+                **training.adamw_arguments(training.schedule(settings.lr, settings.warmup, settings.steps)),
+                store=store,
+                mesh=mesh,
+                param_specs=transformer.param_specs(config, mesh),
+            )
+
+            def update(grads: Any, state: Any, params: Any = None) -> Any:
+                with _usage():  # memory too small for the model shows when the first step is traced
+                    return tx.update(grads, state, params)
+
             yield Optimizer(
-                tx=jmo.adamw(
-                    **training.adamw_arguments(training.schedule(settings.lr, settings.warmup, settings.steps)),
-                    store=store,
-                    mesh=mesh,
-                    param_specs=transformer.param_specs(config, mesh),
-                ),
+                tx=optax.GradientTransformation(tx.init, update),
                 state_dtype=config.param_dtype,
                 traffic=lambda: Traffic.of(store.stats()),
                 flush=store.flush,
-                host_memory=settings.host_memory or format_bytes(third),
+                host_memory=settings.host_memory or format_bytes(enough),
             )
     except (jmo.OffloadError, jax.errors.JaxRuntimeError) as error:
         raise RunError(str(error)) from error

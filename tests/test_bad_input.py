@@ -376,3 +376,5 @@ def test_masters_of_the_wrong_params():
         for wrong in ({"w": new["w"]}, {**new, "w": new["w"][:5]}, {**new, "v": new["v"].astype(jnp.float32)}):
             with pytest.raises(ValueError, match=r"read_masters.*\['[wv]'\].*whole tree"):
                 jmo.read_masters(state, wrong)
+        with pytest.raises(ValueError, match="no OffloadState"):
+            jmo.read_masters(optax.adam(1e-2).init(params), new)

@@ -77,13 +77,13 @@ def test_update_in_memory_is_the_kernel():
     ("overlap", "update_s", "expected_s"),
     [
         (Overlap.GIVEN, 5.0, 5.0),
-        (Overlap.BARRIER, 5.0, 1.0 + 3.0 + 5.0),
-        (Overlap.BACKWARD, 5.0, 1.0 + 0.5 + 5.0),
-        (Overlap.BACKWARD, 2.0, 1.0 + 3.0),
+        (Overlap.BARRIER, 5.0, 4.0 + 5.0),
+        (Overlap.BACKWARD, 5.0, 1.5 + 5.0),
+        (Overlap.BACKWARD, 2.0, 4.0),
     ],
 )
 def test_iteration(overlap, update_s, expected_s):
-    assert iteration_limit(overlap, update_s, forward_s=1.0, backward_s=3.0, first_gradient_s=0.5) == expected_s
+    assert iteration_limit(overlap, update_s, passes_s=4.0, first_gradient_s=1.5) == expected_s
 
 
 # -- traces

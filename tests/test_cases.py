@@ -481,7 +481,7 @@ def test_d12_open_files_and_memory_stay_flat(two_tiers):
         assert max(sizes) <= 2 * stats["record_bytes_total"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16])
 def test_d15_delays_change_no_bit(dtype, seed, two_tiers):
     """Tiers complete out of order, two or three slots, donation on."""
@@ -708,6 +708,7 @@ def test_x9_foreign_params_modes(mode, adopted):
                 break
             new, state = step(new, state, grad)
         if adopted is not None:
+            jax.block_until_ready(new)
             store.flush()
             assert store.stats()["adopted_steps"] == adopted
     finally:

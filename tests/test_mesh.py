@@ -43,7 +43,8 @@ def test_same_numbers_on_any_number_of_devices(devices, dtype, two_tiers):
     params = make_params(SHAPES, dtype)
     grads = record_gradients(params, 8)
     mesh = make_mesh(devices)
-    with jmo.Store(*two_tiers, host_memory="800KB", subgroup_elements=4096) as store:
+    memory = 400_000 if devices < 8 else 700_000 if dtype == jnp.float32 else 800_000
+    with jmo.Store(*two_tiers, host_memory=memory, subgroup_elements=4096) as store:
         tx = jmo.adamw(1e-2, weight_decay=0.1, store=store, mesh=mesh, param_specs=SPECS)
         new, state = train(tx, params, grads, mesh)
         moments = jmo.read_state(state)

@@ -326,6 +326,16 @@ class TestPretrainOffloaded:
         assert sum(line["misses"] for line in metrics) > 0
         assert metrics[2]["loss"] < metrics[0]["loss"]
 
+    def test_too_little_memory_is_one_line_and_exit_code_2(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        sizes = ("--batch", "1", "--seq", "8", "--host-memory", "4KiB")
+        code = pretrain.main(["--preset", "tiny", *sizes, "--out", str(tmp_path)])
+        error = capsys.readouterr().err
+        assert code == 2
+        assert "host_memory" in error
+        assert error.count("\n") == 1
+
     def test_an_unwritable_tier_is_one_line_and_exit_code_2(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

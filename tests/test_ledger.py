@@ -1,0 +1,148 @@
+"""Tickets: which step an operation belongs to, and whether it may run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_mlp_offload.ledger import MAX_OPEN_STEPS, Ledger
+from jax_mlp_offload.types import POISON
+
+
+def ledger(buckets=2, devices=(0, 1)):
+    return Ledger("adam", buckets, devices, itertools.count(1))
+
+
+def admit_all(ledger, run_id, ticket, keys=None):
+    keys = keys or list(itertools.product(range(2), (0, 1)))
+    return [ledger.admit(bucket, device, run_id, ticket) for bucket, device in keys]
+
+
+def test_operations_of_an_execution_are_one_step():
+    book = ledger()
+    steps = admit_all(book, 7, 0)
+    assert len(set(map(id, steps))) == 1
+    assert steps[0].serial == 1
+    assert book.all_here(steps[0])
+    assert not book.open_steps()
+    assert [book.completed(steps[0]) for _ in range(4)] == [False, False, False, True]
+
+
+def test_next_step_follows_the_last():
+    book = ledger()
+    admit_all(book, 1, 0)
+    (step, *_) = admit_all(book, 2, 1)
+    assert (step.serial, step.doomed, step.failed) == (2, None, False)
+    assert book.latest == 2
+
+
+def test_iterations_of_one_run_are_told_apart():
+    book = ledger()
+    first = book.admit(0, 0, 1, 0)
+    ahead = book.admit(1, 0, 1, 0)
+    assert ahead is first
+    again = book.admit(0, 0, 1, first.serial)
+    assert again.serial == 2
+    assert book.admit(0, 1, 1, 0) is first
+    assert book.admit(0, 1, 1, first.serial) is again
+
+
+def test_devices_may_be_in_different_steps():
+    book = ledger()
+    admit_all(book, 1, 0)
+    ahead = [book.admit(bucket, 0, 2, 1) for bucket in range(2)]
+    further = [book.admit(bucket, 0, 3, 2) for bucket in range(2)]
+    behind = [book.admit(bucket, 1, 2, 1) for bucket in range(2)]
+    assert {step.serial for step in ahead + behind} == {2}
+    assert {step.serial for step in further} == {3}
+    assert not any(step.failed or step.doomed for step in [*ahead, *further, *behind])
+
+
+@pytest.mark.parametrize("ticket", [1, 99])
+def test_stale_ticket_dooms_the_step(ticket):
+    book = ledger()
+    admit_all(book, 1, 0)
+    admit_all(book, 2, 1)
+    steps = admit_all(book, 3, ticket)
+    assert len(set(map(id, steps))) == 1
+    assert f"has ticket {ticket}, but the latest is 2" in steps[0].doomed
+    assert book.broken is None
+    assert book.latest == 2
+    assert admit_all(book, 4, 2)[0].doomed is None, "the right state still works"
+
+
+def test_unknown_state_is_refused():
+    step = ledger().admit(0, 0, 1, 5)
+    assert "this store holds no state of that update" in step.doomed
+
+
+def test_broken_until_it_starts_afresh():
+    book = ledger()
+    admit_all(book, 1, 0)
+    book.broken = "no space"
+    assert admit_all(book, 2, POISON)[0].doomed == "no space"
+    assert admit_all(book, 3, 1)[0].doomed == "no space"
+    step = admit_all(book, 4, 0)[0]
+    assert (step.doomed, book.broken, book.era) == (None, None, step.serial)
+
+
+def test_poison_joins_the_step_of_its_run():
+    book = ledger()
+    admit_all(book, 1, 0)
+    book.broken = "no space"
+    steps = [book.admit(0, 0, 2, 1), book.admit(0, 1, 2, POISON), book.admit(1, 1, 2, POISON), book.admit(1, 0, 2, 1)]
+    assert len(set(map(id, steps))) == 1
+    assert book.all_here(steps[0])
+
+
+def test_step_that_turns_out_stale_fails_and_breaks():
+    book = ledger()
+    admit_all(book, 1, 0)
+    first = book.admit(0, 0, 2, 1)
+    second = book.admit(1, 0, 3, 1)
+    assert first is not second
+    assert book.admit(1, 0, 2, 1).failed
+    assert book.admit(0, 0, 3, 1).failed
+    assert "has ticket 1, but the latest is" in book.broken
+
+
+def test_older_step_does_not_break_what_started_afresh():
+    book = ledger()
+    admit_all(book, 1, 0)
+    old = book.admit(0, 0, 2, 1)
+    new = admit_all(book, 3, 0)[0]
+    assert book.admit(0, 1, 2, 1) is old
+    assert old.failed
+    assert book.broken is None
+    assert admit_all(book, 4, new.serial)[0].doomed is None
+
+
+def test_open_steps_are_bounded():
+    book = ledger()
+    for run_id in range(3 * MAX_OPEN_STEPS):
+        book.admit(0, 0, run_id, 0)
+    assert len(book.open_steps()) == MAX_OPEN_STEPS
+
+
+def test_step_that_is_given_up():
+    book = ledger()
+    admit_all(book, 1, 0)
+    step = book.admit(0, 0, 2, 99)
+    book.give_up(step)
+    book.give_up(step)
+    assert book.admit(0, 1, 2, 99) is not step
+
+
+@given(st.lists(st.permutations(list(itertools.product(range(3), range(2)))), min_size=1, max_size=6))
+def test_any_order_of_arrival_gives_one_serial_a_step(orders):
+    book = Ledger("adam", 3, (0, 1), itertools.count(1))
+    ticket = 0
+    for run_id, order in enumerate(orders):
+        steps = [book.admit(bucket, device, run_id, ticket) for bucket, device in order]
+        assert len({step.serial for step in steps}) == 1
+        assert steps[0].serial > ticket
+        assert not any(step.doomed or step.failed for step in steps)
+        ticket = steps[0].serial
