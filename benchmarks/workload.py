@@ -125,7 +125,7 @@ def time_passes(workload: Workload) -> float:
 
     def descend(params: Params, x: Array) -> Params:
         grads = jax.grad(workload.loss)(params, x)
-        return jax.tree.map(lambda param, grad: param - grad * jnp.asarray(1e-6, param.dtype), params, grads)
+        return {name: params[name] - grads[name] * jnp.asarray(1e-6, workload.dtype) for name in params}
 
     step = jax.jit(descend, donate_argnums=0)
     x = workload.batch()

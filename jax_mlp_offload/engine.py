@@ -69,6 +69,7 @@ class Engine:
         self._host_bytes = host_bytes
         self._subgroup_elements = subgroup_elements
         self._lock = threading.Lock()
+        self._instances = itertools.count()
         self._slot_bytes: int | None = None
         self._slots = 0
         self._directories: dict[int, str] = {}
@@ -117,7 +118,7 @@ class Engine:
           ValueError: if host memory is too small, or a record cannot fit the store's slots.
         """
         with self._lock:
-            number = len(self.plans)
+            number = next(self._instances)  # not used again if anything below fails
             plan, slots = self._size(leaves, layouts, len(devices))
             directory = f"{number}-{re.sub('[^A-Za-z0-9_.-]+', '_', name)[:64]}"
             self._directories[number] = directory

@@ -108,9 +108,7 @@ def _find(state: OffloadState) -> tuple[Store, Binding]:
 
 def _reference(binding: Binding) -> Any:
     """The shapes of optax's state."""
-    shaped = jax.tree.unflatten(
-        binding.treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in binding.shapes]
-    )
+    shaped = jax.tree.unflatten(binding.treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in binding.shapes])
     return jax.eval_shape(binding.rule.reference().init, shaped)
 
 

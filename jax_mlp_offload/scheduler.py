@@ -107,10 +107,8 @@ class Scheduler:
     def next_tick_s(self) -> float | None:
         """When ``tick`` is wanted if nothing else happens, as a time; None: not at all."""
         times = [d.stalled_since_s + STALL_GRACE_S for d in self.devices.values() if d.stalled_since_s is not None]
-        for other_s in (self._operations.give_up_s(), self._transfers.deadline()):
-            if other_s is not None:
-                times.append(other_s)
-        return min(times, default=None)
+        others = (self._operations.give_up_s(), self._transfers.deadline())
+        return min([*times, *(other_s for other_s in others if other_s is not None)], default=None)
 
     def describe(self, record: Record) -> str:
         """A record in words, for messages."""
@@ -323,7 +321,7 @@ class Scheduler:
             record = cache.victim(desperate)
             if record is None:
                 if cache.stuck == len(cache.slots):
-                    self._fail_waiting(cache, self._why_stuck(cache))
+                    self._fail_waiting(cache, self._transfers.why_stuck(cache.slots))
                 return
             tier = self.placement.choose_write(record.size_bytes)
             if tier is None:
@@ -399,7 +397,3 @@ class Scheduler:
         """Nothing frees a slot of this device any more: whoever waits for one fails."""
         for number in {record.instance for record in cache.waiting_records()}:
             self._fail(self.instances[number], cause)
-
-    def _why_stuck(self, cache: DeviceCache) -> errors.OffloadError:
-        overdue = self._transfers.overdue.items()
-        return next(cause for index, cause in overdue if self.records[index].device == cache.ordinal)

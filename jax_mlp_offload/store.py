@@ -92,6 +92,9 @@ class Store:
     def flush(self, timeout_s: float | None = None) -> None:
         """Waits until every update that XLA has begun and all transfers have ended.
 
+        JAX dispatches steps ahead of their execution: call ``jax.block_until_ready`` on a step's results first, if that
+        step is to be covered.
+
         Raises:
           OffloadError: the first cause, if an optimizer's update failed.
           DeadlineError: if it takes longer than ``timeout_s`` (None: the store's deadline).

@@ -28,6 +28,7 @@ class Transfers:
         self.placement = Placement(tiers)
         self.deadline_s = deadline_s
         self.overdue: dict[int, errors.OffloadError] = {}  # by record index, why it was given up
+        self._stuck: dict[int, int] = {}  # record index -> the slot that an overdue request has
         self._since_s: OrderedDict[int, float] = OrderedDict()  # record index -> start, oldest first
         self._errors: list[errors.OffloadError] = []  # why tiers were retired, one each
 
@@ -51,6 +52,7 @@ class Transfers:
             self.placement.read_ends(tier, record.size_bytes, now_s, ok)
         else:
             self.placement.write_ends(tier, record.size_bytes, now_s, ok)
+        self._stuck.pop(record.index, None)
         return self.overdue.pop(record.index, None) is not None
 
     def deadline(self) -> float | None:
@@ -65,12 +67,18 @@ class Transfers:
     def give_up(self, record: Record, described: str) -> errors.OffloadError:
         """Waits for the record's request no longer; returns why."""
         assert record.tier is not None
+        assert record.slot is not None
         verb = "reading" if record.life is Life.READING else "writing"
         name = self.placement.tiers[record.tier].spec.name
         cause = errors.DeadlineError(f"tier {name!r} gave no answer for {self.deadline_s:g} s while {verb} {described}")
         del self._since_s[record.index]
         self.overdue[record.index] = cause
+        self._stuck[record.index] = record.slot
         return cause
+
+    def why_stuck(self, slots: set[int]) -> errors.OffloadError:
+        """Why one of these slots is not to be had."""
+        return next(self.overdue[index] for index, slot in self._stuck.items() if slot in slots)
 
     def retire(self, tier: int, error: errors.OffloadError) -> str | None:
         """Writes nothing more to a tier that failed; returns what to tell the user, None if it was retired before."""

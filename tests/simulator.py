@@ -1,9 +1,12 @@
 """The scheduler under a virtual clock: modelled tiers, kernels, devices and programs, and a check on every action.
 
-1. A ``World`` says what is simulated; ``random_world(seed)`` draws one. The same seed gives the same run.
+1. A ``World`` says what is simulated (``tests.worlds``); ``random_world(seed)`` draws one. A seed gives one run.
 2. Each device runs executions one after another; an execution hands over the buckets of each optimizer in some order.
 3. Every action is checked against a model of what each slot and each tier holds before it is performed.
 4. At the end nothing may be open, and no slot lost.
+
+The simulation is one class, longer than a file should be: every check needs
+the model that the others keep.
 
 Replay a failing seed with ``python -m tests.simulator SEED`` or ``pytest tests/test_scheduler.py --replay-seed SEED``.
 """
@@ -11,7 +14,6 @@ Replay a failing seed with ``python -m tests.simulator SEED`` or ``pytest tests/
 from __future__ import annotations
 
 import dataclasses
-import enum
 import heapq
 import itertools
 import random
@@ -20,7 +22,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from jax_mlp_offload import errors
-from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.operations import DOOM_GRACE_S, QUIET_GRACE_S
 from jax_mlp_offload.placement import QUEUE, TierSpec
 from jax_mlp_offload.scheduler import Scheduler
@@ -30,90 +31,25 @@ from jax_mlp_offload.types import (
     Fail,
     HandBack,
     Life,
-    Order,
     Read,
     Record,
     Update,
     Warn,
     Write,
 )
-
-MB = 10**6
-
-
-class Pattern(enum.Enum):
-    """How a program hands over its buckets."""
-
-    AT_ONCE = "all at once"
-    GAPS = "one after another, with gaps"
-    FORCED = "the next one after the last one completed"
-    RANDOM = "at random times"
-
-
-class Source(enum.Enum):
-    """Which ticket an execution is given."""
-
-    LATEST = "latest"
-    ZERO = "zero: starts afresh"
-    STALE = "of an older step"
-    ZERO_UNASKED = "zero, while the last execution still runs"
-    TWICE = "the one that the running execution was given"
-
-
-@dataclasses.dataclass(frozen=True)
-class TierModel:
-    """A tier: bandwidths in bytes/s, and what goes wrong on it."""
-
-    read_bps: float
-    write_bps: float
-    latency_s: float = 0.0
-    jitter_s: float = 0.0
-    duplex: bool = True
-    fifo: bool = True  # else requests share the bandwidth
-    capacity_bytes: int | None = None
-    known: bool = True  # whether the scheduler is told the bandwidths
-    read_errors: float = 0.0  # probability
-    write_errors: float = 0.0
-    dies_s: float = float("inf")  # writes fail from then on
-    hangs_s: float = float("inf")  # requests from then on get no answer
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """One run of the user's program."""
-
-    pattern: Pattern = Pattern.AT_ONCE
-    backwards: bool = False
-    gap_s: float = 0.0
-    source: Source = Source.LATEST
-    skip: bool = False
-    optimizers: tuple[int, ...] | None = None  # None: all
-
-
-@dataclasses.dataclass(frozen=True)
-class World:
-    """What is simulated."""
-
-    tiers: tuple[TierModel, ...] = (TierModel(400 * MB, 400 * MB), TierModel(200 * MB, 200 * MB))
-    devices: int = 1
-    slots: int = 12  # a device
-    optimizers: tuple[tuple[tuple[int, ...], ...], ...] = (((4 * MB,),) * 36,)  # record sizes by bucket
-    executions: tuple[Execution, ...] = (Execution(),) * 5
-    order: Order = Order.RESIDENT_FIRST
-    kernel_bps: float = 20e9
-    compute_s: float = 0.01  # between executions
-    lag_s: float = 0.0  # most that a device may be behind in an execution's start
-    barrier: bool = True  # devices start an execution together
-    foreign: ForeignParams = ForeignParams.WATCH
-    adoptions: float = 0.0  # probability a record and update
-    deadline_s: float = 30.0
-    batch: int = 1  # most events the driver takes at once
-    may_fail: bool = False
-    seed: int = 0
+from tests.worlds import Execution, Pattern, Source, World, random_world
 
 
 class CheckError(AssertionError):
     """The scheduler did what it must not."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """Bytes that a channel moves."""
+
+    left_s: float  # if it were alone
+    done: Callable[[], None]
 
 
 class Channel:
@@ -123,48 +59,42 @@ class Channel:
         self._simulation = simulation
         self._fifo = fifo
         self._free_s = 0.0
-        self._jobs: list[list[object]] = []  # [remaining seconds alone, done]
+        self._jobs: list[Job] = []
         self._since_s = 0.0
         self._version = 0
 
     def submit(self, alone_s: float, done: Callable[[], None]) -> None:
-        now_s = self._simulation.now_s
         if self._fifo:
-            self._free_s = max(self._free_s, now_s) + alone_s
+            self._free_s = max(self._free_s, self._simulation.now_s) + alone_s
             self._simulation.at(self._free_s, done)
             return
         self._advance()
-        self._jobs.append([alone_s, done])
+        self._jobs.append(Job(alone_s, done))
         self._plan()
 
     def _advance(self) -> None:
         now_s = self._simulation.now_s
-        if self._jobs:
-            served = (now_s - self._since_s) / len(self._jobs)
-            for job in self._jobs:
-                job[0] -= served  # type: ignore[operator]
+        for job in self._jobs:
+            job.left_s -= (now_s - self._since_s) / len(self._jobs)
         self._since_s = now_s
 
     def _plan(self) -> None:
         self._version += 1
-        if not self._jobs:
-            return
         version = self._version
-        least = min(job[0] for job in self._jobs)  # type: ignore[type-var]
-        self._simulation.at(
-            self._simulation.now_s + max(0.0, least) * len(self._jobs),  # type: ignore[type-var,operator]
-            lambda: self._finish(version),
-        )
+        if self._jobs:
+            least_s = max(0.0, min(job.left_s for job in self._jobs))
+            end_s = self._simulation.now_s + least_s * len(self._jobs)
+            self._simulation.at(end_s, lambda: self._finish(version))
 
     def _finish(self, version: int) -> None:
         if version != self._version:
             return
         self._advance()
-        done = [job for job in self._jobs if job[0] < 1e-9]  # type: ignore[operator]
-        self._jobs = [job for job in self._jobs if job[0] >= 1e-9]  # type: ignore[operator]
+        done = [job for job in self._jobs if job.left_s < 1e-9]
+        self._jobs = [job for job in self._jobs if job.left_s >= 1e-9]
         self._plan()
         for job in done:
-            job[1]()  # type: ignore[operator]
+            job.done()
 
 
 @dataclasses.dataclass(eq=False)
@@ -253,6 +183,7 @@ class Simulation:
         self._latest: dict[tuple[int, int], int] = defaultdict(int)  # tickets by (device, optimizer)
         self._history: dict[int, list[int]] = defaultdict(list)  # serials that ended well, by optimizer
         self._writing: Counter[int] = Counter()
+        self._after: dict[int, list[tuple[int, int]]] = {}  # what a forced program hands over after a request
         self._hung: list[Callable[[], None]] = []
         self._channels = [
             (channel, channel if not t.duplex else Channel(self, t.fifo))
@@ -382,8 +313,7 @@ class Simulation:
         call = Call(len(self.calls), run, optimizer, bucket, device, run.tickets[device, optimizer], self.now_s)
         self.calls[call.request] = call
         run.calls.append(call)
-        call_rest = rest if run.spec.pattern is Pattern.FORCED else []
-        self._after[call.request] = call_rest
+        self._after[call.request] = rest
 
         def tell() -> None:
             self.scheduler.arrived(
@@ -391,10 +321,6 @@ class Simulation:
             )
 
         self._tell(tell)
-
-    @property
-    def _after(self) -> dict[int, list[tuple[int, int]]]:
-        return self.__dict__.setdefault("_after_calls", {})
 
     def _end(self, call: Call, how: str, ticket: int) -> None:
         self._check(call.ended is None, f"request {call.request} ended twice: {call.ended}, {how}")
@@ -681,71 +607,6 @@ class Simulation:
             self._check(not any(counts), f"counts of device {device} at the end: {counts}")
         self._check(not self.scheduler._transfers.overdue, "overdue at the end")
         self._check(not self.busy, f"busy at the end: {self.busy}")
-
-
-def random_world(seed: int) -> World:
-    """Draws a world; a third of them is without any trouble."""
-    rng = random.Random(seed)
-    devices = rng.choice([1, 1, 2, 2, 3])
-    optimizers = tuple(
-        tuple(
-            tuple(rng.choice([1, 1, 2]) * MB for _ in range(rng.choice([1, 1, 1, 2, 4])))
-            for _ in range(rng.randint(1, 10))
-        )
-        for _ in range(rng.choice([1, 1, 1, 2, 3]))
-    )
-    total = sum(len(bucket) for optimizer in optimizers for bucket in optimizer)
-    trouble = rng.random() > 0.35
-    chance = lambda p: trouble and rng.random() < p  # noqa: E731
-    tiers = []
-    for _ in range(rng.randint(1, 3)):
-        read_bps = rng.choice([50, 100, 200, 400]) * MB
-        tiers.append(
-            TierModel(
-                read_bps,
-                read_bps * rng.choice([0.5, 1, 1, 2]),
-                latency_s=rng.choice([0, 1e-4, 5e-3]),
-                jitter_s=rng.choice([0, 0, 0.02]),
-                duplex=rng.random() < 0.7,
-                fifo=rng.random() < 0.5,
-                known=rng.random() < 0.5,
-                capacity_bytes=rng.randint(1, 2 * total * devices) * MB if chance(0.15) else None,
-                read_errors=0.02 if chance(0.2) else 0.0,
-                write_errors=0.02 if chance(0.2) else 0.0,
-                dies_s=rng.random() if chance(0.1) else float("inf"),
-                hangs_s=rng.random() if chance(0.1) else float("inf"),
-            )
-        )
-    odd = [Source.ZERO, Source.STALE, Source.ZERO_UNASKED, Source.TWICE]
-    executions = tuple(
-        Execution(
-            rng.choice(list(Pattern)),
-            rng.random() < 0.5,
-            rng.choice([0.0, 1e-3, 0.03]),
-            rng.choice(odd) if i and chance(0.15) else Source.LATEST,
-            rng.random() < 0.1,
-            (rng.randrange(len(optimizers)),) if rng.random() < 0.2 else None,
-        )
-        for i in range(rng.randint(3, 10))
-    )
-    return World(
-        tiers=tuple(tiers),
-        devices=devices,
-        slots=rng.randint(1, total + 1),
-        optimizers=optimizers,
-        executions=executions,
-        order=rng.choice([*[Order.RESIDENT_FIRST] * 4, Order.SEQUENTIAL, Order.ALTERNATING]),
-        kernel_bps=rng.choice([1e8, 2e9, 2e10]),
-        compute_s=rng.choice([0.0, 0.01]),
-        lag_s=rng.choice([0.0, 0.01, 0.1, 15.0 if trouble and rng.random() < 0.1 else 0.01]),
-        barrier=rng.random() < 0.5,
-        foreign=rng.choice(list(ForeignParams)) if trouble else ForeignParams.ADOPT,
-        adoptions=rng.choice([0.0, 0.0, 0.01, 0.2]),
-        deadline_s=rng.choice([2.0, 30.0]) if trouble else 1e6,
-        batch=rng.choice([1, 1, 4, 64]),
-        may_fail=trouble,
-        seed=seed,
-    )
 
 
 def main() -> None:

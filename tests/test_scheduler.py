@@ -13,7 +13,8 @@ from jax_mlp_offload.operations import QUIET_GRACE_S
 from jax_mlp_offload.placement import TierSpec
 from jax_mlp_offload.scheduler import STALL_GRACE_S, Scheduler
 from jax_mlp_offload.types import POISON, Complete, Fail, HandBack, Life, Order, Read, Update, Warn, Write
-from tests.simulator import MB, Execution, Pattern, Simulation, Source, TierModel, World, random_world
+from tests.simulator import Simulation
+from tests.worlds import MB, Execution, Pattern, Source, TierModel, World, random_world
 
 SEEDS = 1000
 BATCH = 50
