@@ -100,7 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     iteration_s = limit.iteration_limit(overlap, update.update_s, passes_s, first_gradient_s)
     figures = step_report.figures(run, update, overlap, iteration_s, bandwidths, [tier.label for tier in tiers])
     figures |= {"passes_s": passes_s, "first_gradient_s": first_gradient_s}
-    step_report.show(figures, memory=args.memory_report)
     settings = {
         **{name: value for name, value in vars(args).items() if name not in ("tier", "json")},
         "tiers": [
@@ -109,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "warm_up_steps": WARM_UP,
     }
     report.write_json(args.json, "step", settings, figures)
+    step_report.show(figures, memory=args.memory_report)
     print(f"written: {args.json}")
     return 0
 
@@ -171,7 +171,7 @@ def _tiers(args: argparse.Namespace) -> list[Tier]:
         elif len(limits) == 2:
             read_bps, write_bps = (parse_bytes(limits[name], name) for name in ("read_limit", "write_limit"))
             bandwidth = Bandwidth(read_bps, write_bps)
-        label = pathlib.Path(path).name if len(args.tier) > 1 or args.tier[0] != text else "tier"
+        label = pathlib.Path(path).name if len(args.tier) > 1 else "tier"
         if any(tier.label == label for tier in tiers):
             label = f"{label}-{index}"
         tiers.append(Tier(jmo.File(path, **limits), label, bandwidth))

@@ -57,7 +57,7 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
     for box in flat:
         spec = box.spec
         if isinstance(spec, NamedSharding):
-            mesh = cast(Mesh, mesh or spec.mesh)
+            mesh = cast("Mesh", mesh or spec.mesh)
             spec = spec.spec
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"param_specs holds {spec!r}; give jax.sharding.PartitionSpec or NamedSharding")
@@ -73,9 +73,8 @@ def specs_of_leaves(leaves: Sequence[Any], mesh: Mesh | None = None) -> Given | 
     named = [s for s in shardings if isinstance(s, NamedSharding)]
     if not named or named[0].mesh.size == 1:
         return None
-    mesh = named[0].mesh
     specs = tuple(s.spec if isinstance(s, NamedSharding) else PartitionSpec() for s in shardings)
-    return cast(Mesh, mesh), specs
+    return cast("Mesh", named[0].mesh), specs
 
 
 def _sharding(leaf: Any, known: Mesh | None) -> Any:

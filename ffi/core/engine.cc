@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstring>
 
+#include "ffi/core/pages.h"
+
 namespace jmo {
 
 Engine::Engine(int kernel_threads) : kernels_(std::make_unique<KernelPool>(kernel_threads)) {}
@@ -86,6 +88,9 @@ Status Engine::submit(Request request) {
   event.device = request.device;
   event.run_id = request.run_id;
   event.ticket = request.ticket;
+  if (const auto spec = this->bucket(request.instance, request.bucket))
+    for (size_t leaf = 0; leaf < request.leaves.size(); ++leaf)
+      advise_huge_pages(request.leaves[leaf].out, spec->leaves[leaf].elements * size_of(spec->rule.param));
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return Status(Code::kClosed, "the store of this program is closed");
