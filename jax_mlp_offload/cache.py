@@ -106,6 +106,8 @@ class DeviceCache:
           reads: whether the step wants what is stored.
           now_s: the time.
         """
+        if not self.slots:
+            raise RuntimeError(f"device {self.ordinal} has no slots")
         self._begun.setdefault(instance, deque(maxlen=IDLE_STEPS)).append(serial)
         self._to_come[instance] = len(buckets)
         self._backwards = self.order is Order.ALTERNATING and not self._backwards

@@ -148,7 +148,7 @@ class Driver:
         tier = record.tier
         assert tier is not None
         self._scheduler.write_done(record, crc, self._error(record, message, error_number), now_s)
-        if record.life is not Life.STORED:
+        if record.tier != tier:  # not there after all; it may well be on its way back from there already
             self._folders[tier].moved_on(self._array_name(record), record.subgroup, record.size_bytes)
 
     def _error(self, record: Record, message: str, error_number: int) -> errors.OffloadError | None:

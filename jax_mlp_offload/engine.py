@@ -29,6 +29,7 @@ _numbers = itertools.count()
 _IO_THREADS = 2
 _IO_BLOCK_BYTES = 4 * 2**20
 _CALL_TIMEOUT_S = 60.0
+_left_behind: list[Any] = []  # engines whose threads hang in a system call: their memory must not be freed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,15 +253,26 @@ class Engine:
             raise error
 
     def close(self) -> None:
-        """Stops threads, ends open operations with an error, removes the folders. Idempotent."""
+        """Stops threads, ends open operations with an error, removes the folders. Idempotent.
+
+        Raises:
+          errors.DeadlineError: if storage does not let go of a transfer. Its thread and the slots are then left behind.
+        """
         with self._lock:
             if self.closed:
                 return
             self.closed = True
         native.unregister_engine(self.number)
         self.driver.stop()
-        self._native.close()
+        closing = threading.Thread(target=self._native.close, name="jmo-close", daemon=True)
+        closing.start()
+        closing.join(self.deadline_s)
         self._remove_folders()
+        if closing.is_alive():
+            _left_behind.append(self._native)
+            raise errors.DeadlineError(
+                f"storage did not end a transfer within {self.deadline_s:g} s of closing the store"
+            )
 
     def _remove_folders(self) -> None:
         for folder in self.folders:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from jax_mlp_offload import errors
@@ -46,6 +47,10 @@ class Instance:
     def buckets(self) -> int:
         """Operations of a step on each device."""
         return len(self.records) // len(self.devices)
+
+    def outside(self) -> Counter[int]:
+        """How many records have no slot, by device."""
+        return Counter(record.device for row in self.records.values() for record in row if record.slot is None)
 
     def describe(self, record: Record) -> str:
         """A record in words, for messages."""

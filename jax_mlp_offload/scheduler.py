@@ -17,7 +17,6 @@ the driver, the simulator and the fault tests. Thread contract: one thread.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from jax_mlp_offload import errors
@@ -88,9 +87,7 @@ class Scheduler:
         return instance
 
     def _device(self, device: int) -> DeviceCache:
-        if device not in self.devices:
-            self.devices[device] = DeviceCache(device, self.order, self._depth)
-        return self.devices[device]
+        return self.devices.setdefault(device, DeviceCache(device, self.order, self._depth))
 
     # -- what the driver asks
 
@@ -137,6 +134,7 @@ class Scheduler:
             self._use_or_rest(record)
         else:
             record.life = Life.STORED
+            cache.wake(record)
             cache.release(record)
             if record.wanted_by is not None:
                 self._fail(self.instances[record.instance], error, record.wanted_by.serial)
@@ -212,10 +210,10 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Ends an event: starts what may start, and moves every device that it concerned."""
-        while self._operations.ready or self._moving:
+        while self._operations.ready or self._moving or self._out_of_room():
             if self._operations.ready:
                 self._start(self._operations.ready.pop(0))
-            else:
+            elif self._moving:
                 cache = next(iter(self._moving))
                 del self._moving[cache]
                 self._move(cache)
@@ -223,8 +221,6 @@ class Scheduler:
     def _start(self, operation: Operation) -> None:
         cache = self.devices[operation.device]
         owner = self.instances[operation.instance]
-        if not cache.slots:
-            raise RuntimeError(f"device {operation.device} has no slots")
         if self._operations.begins_step(operation):
             self._expect_writes(owner, operation)
         if not cache.has_begun(operation.instance, operation.serial):
@@ -251,8 +247,7 @@ class Scheduler:
 
     def _expect_writes(self, owner: Instance, operation: Operation) -> None:
         """Tells the tiers how many records the step will write: as many as lack a slot."""
-        outside = Counter(record.device for row in owner.records.values() for record in row if record.slot is None)
-        writes = sum(max(0, count - len(self.devices[device].free)) for device, count in outside.items())
+        writes = sum(max(0, n - len(self.devices[device].free)) for device, n in owner.outside().items())
         if self._operations.others_run(operation):
             self.placement.extend_phase(writes)
         else:
@@ -326,11 +321,12 @@ class Scheduler:
             tier = self.placement.choose_write(record.size_bytes)
             if tier is None:
                 self._blocked[cache] = None
-                if self._transfers.none and not self.placement.can_write(record.size_bytes):
-                    self._fail_waiting(cache, self._transfers.no_room(record, self.describe(record)))
                 return
             cache.wake(record)
-            self._write(cache, record, tier)
+            record.life, record.tier = Life.WRITING, tier
+            cache.count(Life.WRITING, 1)
+            self._transfers.begin(record, tier, self._operations.now_s)
+            self._operations.actions.append(Write(record))
             desperate = False
 
     def _fill(self, cache: DeviceCache) -> bool:
@@ -351,12 +347,6 @@ class Scheduler:
         self._transfers.begin(record, tier, self._operations.now_s)
         self._operations.actions.append(Read(record))
         return True
-
-    def _write(self, cache: DeviceCache, record: Record, tier: int) -> None:
-        record.life, record.tier = Life.WRITING, tier
-        cache.count(Life.WRITING, 1)
-        self._transfers.begin(record, tier, self._operations.now_s)
-        self._operations.actions.append(Write(record))
 
     # -- tiers
 
@@ -392,6 +382,17 @@ class Scheduler:
     def _retire(self, tier: int, error: errors.OffloadError) -> None:
         if message := self._transfers.retire(tier, error):
             self._operations.warn(errors.TierWarning, message)
+
+    def _out_of_room(self) -> bool:
+        """Whether a device was found that waits for a tier for ever; whoever waits for its slots fails."""
+        if not self._transfers.none:
+            return False
+        for cache in self._blocked:
+            record = cache.victim(desperate=True)
+            if cache.waiting and record is not None and not self.placement.can_write(record.size_bytes):
+                self._fail_waiting(cache, self._transfers.no_room(record, self.describe(record)))
+                return True
+        return False
 
     def _fail_waiting(self, cache: DeviceCache, cause: errors.OffloadError) -> None:
         """Nothing frees a slot of this device any more: whoever waits for one fails."""

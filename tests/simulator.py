@@ -575,6 +575,7 @@ class Simulation:
             self._check(waiting_bytes == cache.waiting_bytes, "count of waiting bytes")
             self._check(cache.resting() == resting[device], "records that rest")
             self._check(len(cache._fetched) <= max(1, cache._most_ahead), "records read ahead")
+            self._check(all(r.slot is not None for r in cache._fetched.values()), "read ahead, but not in a slot")
             ahead = sum(r.size_bytes for queue in cache._expected.values() for r in queue.values())
             self._check(ahead == sum(cache.ahead_bytes.values()), "bytes expected")
         for optimizer in self.scheduler.instances.values():

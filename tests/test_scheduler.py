@@ -268,6 +268,15 @@ class Hand:
                     self.scheduler.handed_back(request, self.now_s)
             self.take()
 
+    def wait_out(self, **settings):
+        """Lets time pass until nothing is left to do."""
+        self.settle(**settings)
+        while (next_s := self.scheduler.next_tick_s()) is not None:
+            self.now_s = next_s
+            self.scheduler.tick(next_s)
+            self.take()
+            self.settle(**settings)
+
     def step(self, ticket=0, **settings):
         """A step on all devices; returns the results, or the one they share."""
         run = next(self.runs)
@@ -454,6 +463,59 @@ def test_skipped_first_step_still_starts_afresh():
     assert {fresh for _, fresh in hand.updates} == {True}
 
 
+def test_failure_of_an_older_step_spares_the_one_that_started_afresh():
+    hand = Hand(buckets=3, slots=1)
+    ticket = hand.step()
+    run = next(hand.runs)
+    old = [hand.arrive(bucket, 0, ticket, run) for bucket in (0, 2)]
+    run = next(hand.runs)
+    new = [hand.arrive(1, 0, 0, run)]
+    hand.wait_out(read=error_of())
+    assert hand.ended[old[0]] == POISON
+    assert hand.instance.error is None
+    new += [hand.arrive(bucket, 0, 0, run) for bucket in (0, 2)]
+    hand.settle()
+    assert hand.ended_with(new) == [3, 3, 3]
+    assert hand.step(3) == 4
+
+
+def test_record_that_is_waited_for_is_not_read_ahead_as_well():
+    hand = Hand(buckets=6, slots=4)
+    ticket = 0
+    for _ in range(3):
+        ticket = hand.step(ticket)
+    stored = [record.bucket for record in hand.scheduler.records if record.life is Life.STORED]
+    resident = next(record.bucket for record in hand.scheduler.records if record.life is Life.DIRTY)
+    runs = next(hand.runs), next(hand.runs)
+    first = hand.arrive(stored[0], 0, ticket, runs[0])
+    second = hand.arrive(resident, 0, ticket, runs[1])
+    before = hand.scheduler.misses
+    hand.settle()
+    hand.scheduler.tick(1.0)
+    hand.take()
+    hand.settle()
+    assert hand.ended_with([first, second]) == [4, 5]
+    assert hand.scheduler.misses - before <= len(stored)
+
+
+def test_records_of_a_skipped_step_are_over():
+    """Another optimizer may have their slots at once."""
+    scheduler = Scheduler([TierSpec("t")])
+    scheduler.add_slots(0, range(1))
+    for number in range(2):
+        scheduler.add_instance(number, f"opt{number}", [0], [[100]], lambda b, s: ["w"], lambda b, leaf: "w")
+    scheduler.arrived(1, 0, 0, 0, 1, 0, False, 0.0)
+    (update,) = scheduler.take_actions()
+    scheduler.update_done(update.record, [], 0.0)
+    (complete,) = scheduler.take_actions()
+    scheduler.arrived(2, 0, 0, 0, 2, complete.ticket, True, 0.0)
+    scheduler.take_actions()
+    scheduler.handed_back(2, 0.0)
+    scheduler.take_actions()
+    scheduler.arrived(3, 1, 0, 0, 3, 0, False, 0.0)
+    assert [type(action) for action in scheduler.take_actions()] == [Write]
+
+
 # -- replaced params
 
 
@@ -539,6 +601,17 @@ def test_capacity_is_kept_and_a_full_store_says_so():
     assert "w" in str(hand.instance.error)
     hand = Hand(specs=[], buckets=2, slots=1)
     hand.step()
+    assert "no tier has room" in str(hand.instance.error)
+
+
+def test_device_waits_for_room_that_another_is_about_to_free():
+    hand = Hand(specs=[TierSpec("tight", capacity_bytes=300)], devices=2, buckets=2, slots=1)
+    ticket = 0
+    for _ in range(4):
+        ticket = hand.step(ticket)
+    assert ticket == 4
+    hand = Hand(specs=[TierSpec("too tight", capacity_bytes=200)], devices=2, buckets=2, slots=1)
+    hand.step(hand.step())
     assert "no tier has room" in str(hand.instance.error)
 
 
