@@ -2,7 +2,7 @@
 
 Every round measures the bandwidth, then each contestant once, so that whatever else the machine does meets all of
 them alike; shares and ratios are formed within a round, and the median over the rounds is shown. The bandwidth is the
-highest of triad, copy and in-place update. Optax, jitted, has all cores and donated arguments. Bytes are those the
+highest of triad, copy and in-place update. Optax, jitted, has all cores, with donated arguments and without. Bytes are those the
 kernel must move:
 
 - float32 params: gradient, mu, nu (and params, for decay) are read, mu, nu and the update are written;
@@ -115,12 +115,13 @@ def _figures(
 
 
 def _add_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    """How many times as fast as jitted optax for the same dtype of params, round by round."""
-    optax_s = {row["dtype"]: row["seconds"] for row in rows if row["name"].startswith(rivals.OPTAX)}
-    for row in rows:
-        if "seconds" in row:
-            ratios = [theirs / ours for theirs, ours in zip(optax_s[row["dtype"]], row["seconds"], strict=True)]
-            row["times_optax"] = statistics.median(ratios)
+    """How many times as fast as jitted optax (donated or not) for the same dtype of params, round by round."""
+    for key, name in (("times_optax", rivals.OPTAX), ("times_optax_donated", rivals.DONATED)):
+        optax_s = {row["dtype"]: row["seconds"] for row in rows if row["name"] == f"{name}, {row['dtype']}"}
+        for row in rows:
+            if "seconds" in row:
+                ratios = [theirs / ours for theirs, ours in zip(optax_s[row["dtype"]], row["seconds"], strict=True)]
+                row[key] = statistics.median(ratios)
 
 
 def _show(rows: Sequence[dict[str, Any]], streams: dict[str, list[tuple[float, float, float]]]) -> None:
@@ -130,13 +131,15 @@ def _show(rows: Sequence[dict[str, Any]], streams: dict[str, list[tuple[float, f
     cells = []
     for row in rows:
         if "missing" in row:
-            cells.append([row["name"], row["missing"], "", "", ""])
+            cells.append([row["name"], row["missing"], "", "", "", ""])
             continue
         moved = (
             [f"{row['bytes_per_s'] / 1e9:.1f}", f"{row['share_of_stream']:.0%}"] if "bytes_per_s" in row else ["", ""]
         )
-        cells.append([row["name"], f"{row['params_per_s'] / 1e9:.3f}", *moved, f"{row['times_optax']:.2f}"])
-    report.print_table("AdamW on this machine", ["", "G params/s", "GB/s", "of memory", "times optax"], cells)
+        times = [f"{row[key]:.2f}" for key in ("times_optax", "times_optax_donated")]
+        cells.append([row["name"], f"{row['params_per_s'] / 1e9:.3f}", *moved, *times])
+    head = ["", "G params/s", "GB/s", "of memory", "times optax", "times donated"]
+    report.print_table("AdamW on this machine", head, cells)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import optax
 import jax_mlp_offload as jmo
 
 OPTAX = "optax.adamw in jit"
+DONATED = "optax.adamw in jit, donated"
 _LEARNING_RATE = 1e-3
 _DECAY = 0.01
 
@@ -44,7 +45,9 @@ def all_rivals(elements: int, passes: int, stack: contextlib.ExitStack) -> dict[
     cores = len(os.sched_getaffinity(0))
     made: list[Contestant] = []
     for dtype in ("float32", "bfloat16"):
-        made.append(Contestant(f"{OPTAX}, {dtype}", dtype, cores, _Lazy(passes, _optax, elements, dtype)))
+        for name, donate in ((OPTAX, False), (DONATED, True)):
+            run = _Lazy(passes, _optax, elements, dtype, donate)
+            made.append(Contestant(f"{name}, {dtype}", dtype, cores, run))
         made.append(
             Contestant(f"jmo.adamw in jit, {dtype}", dtype, cores, _Lazy(passes, _ours, elements, dtype, stack))
         )
@@ -80,8 +83,12 @@ def _gradients(elements: int, dtype: str) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(elements, np.float32), dtype)
 
 
-def _optax(elements: int, dtype: str) -> Callable[[], None]:
-    """Params are float32, or (16-bit params) float32 masters beside params that are cast from them; all are donated."""
+def _optax(elements: int, dtype: str, donate: bool) -> Callable[[], None]:
+    """Params are float32, or (16-bit params) float32 masters beside params that are cast from them.
+
+    With ``donate`` XLA updates all in place. Without, as a jitted ``tx.update`` is called when nothing is said, every
+    pass has fresh memory for its results.
+    """
     tx = optax.adamw(_LEARNING_RATE, weight_decay=_DECAY)
     grads = _gradients(elements, dtype)
 
@@ -91,7 +98,7 @@ def _optax(elements: int, dtype: str) -> Callable[[], None]:
         masters = optax.apply_updates(masters, updates)
         return None if dtype == "float32" else masters.astype(dtype), masters, state
 
-    jitted = jax.jit(step, donate_argnums=(1, 2, 3), keep_unused=True)
+    jitted = jax.jit(step, donate_argnums=(1, 2, 3) if donate else (), keep_unused=True)
     masters = jnp.full(elements, 0.1, jnp.float32)
     held: list[Any] = [None if dtype == "float32" else masters.astype(dtype), masters, tx.init(masters)]
 
