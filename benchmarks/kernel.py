@@ -2,8 +2,8 @@
 
 Every round measures the bandwidth, then each contestant once, so that whatever else the machine does meets all of
 them alike; shares and ratios are formed within a round, and the median over the rounds is shown. The bandwidth is the
-highest of triad, copy and in-place update. Optax, jitted, has all cores, with donated arguments and without. Bytes are those the
-kernel must move:
+highest of triad, copy and in-place update. Optax, jitted, has all cores, with donated arguments and
+without. Bytes are those the kernel must move:
 
 - float32 params: gradient, mu, nu (and params, for decay) are read, mu, nu and the update are written;
 - bfloat16 params: gradient, param, mu, nu and remainder are read, mu, nu, remainder and the new param are written.
