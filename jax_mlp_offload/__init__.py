@@ -1,4 +1,4 @@
-"""Optimizer state of JAX training on host memory, NVMe and remote storage.
+"""Optimizer state of JAX training on host memory and NVMe.
 
 ``jmo.Store`` owns memory and tiers; ``jmo.adamw`` and its like are optax optimizers that keep their state there.
 """

@@ -14,7 +14,8 @@ The other orders are there for comparison. They begin when all of a step's opera
 take records strictly in the order of the model, a window at a time, and evict the least recently used one, due or not:
 ``SEQUENTIAL`` is ZeRO-Infinity's, ``ALTERNATING`` turns round at each step, as MLP-Offload does (arXiv 2509.02480).
 
-Every call costs the same however many records there are, except ``begin_turn``: once a step, in proportion to the slots.
+Every call costs the same however many records there are, except ``begin_turn`` (once a step) and what follows a failure
+(``withdraw``, ``expect_none``): in proportion to slots and records.
 Pure; used by the scheduler's thread only.
 """
 
@@ -336,7 +337,7 @@ class DeviceCache:
         return next(reversed(self._due.values())) if desperate or starved else None
 
     def count(self, life: Life, change: int) -> None:
-        """So many more of the records are read, or written."""
+        """So many more of the device's records are being read, or written (``life`` says which)."""
         if life is Life.READING:
             self.reading += change
         else:

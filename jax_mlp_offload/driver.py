@@ -4,7 +4,8 @@
 2. Tells the scheduler, with the time; takes its actions; performs each through the native engine.
 3. Between batches runs what other threads asked for (``call``), at once or when nothing is in flight.
 
-What always holds: the scheduler, the folders and the records are touched by this thread only. No JAX call is made here
+What always holds: the scheduler, the folders and the records are touched by this thread only (a new optimizer's arrays
+are made before it hears of them, and after it has ended the folders are removed). No JAX call is made here
 (one that ran a program would deadlock with two devices). If this thread meets an error of its own, every open and
 every later operation ends with it, and ``call`` raises it: nothing hangs.
 Thread contract: ``call`` and ``stop`` from any thread but this one.
@@ -27,12 +28,20 @@ from jax_mlp_offload.tiers import Folder
 from jax_mlp_offload.types import Complete, Fail, HandBack, Life, Read, Record, Update, Warn, Write
 
 _log = logging.getLogger("jax_mlp_offload")
-_BATCH = 256
-_LONGEST_WAIT_S = 5.0
+_BATCH = 256  # events taken at once
+_LONGEST_WAIT_S = 5.0  # between two looks at the clock
+_Call = tuple[Callable[[], Any], bool, concurrent.futures.Future[Any]]  # what to run, whether when quiescent, for whom
 
 
 class Driver:
-    """Runs the scheduler against the native engine. See the module's text."""
+    """Runs the scheduler against the native engine. See the module's text.
+
+    Args:
+      engine: the native engine.
+      scheduler: decides; nobody else may use it from now on.
+      folders: of the tiers, in the scheduler's order.
+      array_name: the array that holds a record, in every folder.
+    """
 
     def __init__(
         self,
@@ -45,12 +54,9 @@ class Driver:
         self._scheduler = scheduler
         self._folders = folders
         self._array_name = array_name
-        self._calls: collections.deque[tuple[Callable[[], Any], bool, concurrent.futures.Future[Any]]] = (
-            collections.deque()
-        )
+        self._calls: collections.deque[_Call] = collections.deque()
         self._lock = threading.Lock()
         self._stopping = False
-        self.broken: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="jmo-driver", daemon=True)
         self._thread.start()
 
@@ -67,6 +73,8 @@ class Driver:
         Raises:
           errors.DeadlineError: if it could not run in time.
           errors.ClosedError: if the driver has stopped.
+          errors.OffloadError: if the driver has failed.
+          Exception: what ``function`` raises.
         """
         assert threading.current_thread() is not self._thread
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -88,10 +96,13 @@ class Driver:
             self._stopping = True
         self._engine.wake()
         self._thread.join()
-        while self._calls:
-            self._calls.popleft()[2].set_exception(errors.ClosedError("the store is closed"))
+        for _, _, future in self._calls:
+            if future.set_running_or_notify_cancel():  # else its caller no longer waits
+                future.set_exception(errors.ClosedError("the store is closed"))
+        self._calls.clear()
 
     def _state(self) -> str:
+        # read without the driver, which gives no answer: a guess for a message
         busy = [r for r in self._scheduler.records if r.life in (Life.READING, Life.WRITING, Life.UPDATING)]
         shown = ", ".join(f"{r.life.value} {self._scheduler.describe(r)}" for r in busy[:3])
         return f"{self._engine.open_requests()} operations, {len(busy)} records" + (f" ({shown})" if shown else "")
@@ -154,6 +165,7 @@ class Driver:
     def _error(self, record: Record, message: str, error_number: int) -> errors.OffloadError | None:
         if not message:
             return None
+        # what the system did not refuse came back wrong
         kind = errors.TierError if error_number else errors.CorruptRecordError
         assert record.tier is not None
         name = self._folders[record.tier].tier.name
@@ -196,10 +208,13 @@ class Driver:
             return
         self._engine.write(record.tier, path, record.slot, record.size_bytes, record.index)
 
-    def _run_calls(self) -> None:
+    def _take_calls(self) -> collections.deque[_Call]:
         with self._lock:
             calls, self._calls = self._calls, collections.deque()
-        for function, when_quiescent, future in calls:
+        return calls
+
+    def _run_calls(self) -> None:
+        for function, when_quiescent, future in self._take_calls():
             if when_quiescent and not self._scheduler.quiescent:
                 with self._lock:
                     self._calls.append((function, when_quiescent, future))
@@ -212,15 +227,12 @@ class Driver:
 
     def _break_down(self, error: BaseException) -> None:
         """Goes on only to end what comes, with the error."""
-        self.broken = error
         message = f"jax_mlp_offload: internal error of the driver: {error!r}; please report it with the log"
         self._engine.fail_all(message)
         while not self._stopping:
             self._engine.wait(_LONGEST_WAIT_S, _BATCH)
             self._engine.fail_all(message)
-            with self._lock:
-                calls, self._calls = self._calls, collections.deque()
-            for _, _, future in calls:
+            for _, _, future in self._take_calls():
                 if future.set_running_or_notify_cancel():
                     future.set_exception(errors.OffloadError(message))
 

@@ -1,16 +1,17 @@
 """One store's machinery: native engine, scheduler, driver, tier folders, and the optimizers that were registered.
 
 Registering an optimizer plans its records, allocates slots (touched once, never in a step) and tells native engine and
-scheduler. Thread contract: any thread; registration is serialised by a lock.
+scheduler. Thread contract: any thread; registration is serialised by a lock. What only the driver's thread may touch
+(scheduler, records) is asked of it through ``Driver.call``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,30 +19,24 @@ import numpy as np
 
 from jax_mlp_offload import errors, native, sizing
 from jax_mlp_offload.driver import Driver
-from jax_mlp_offload.instances import ForeignParams, Instance
+from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.placement import TierSpec
-from jax_mlp_offload.plan import Layout, LeafSpec, Plan, make_plan
+from jax_mlp_offload.plan import CELL_ELEMENTS, BucketPlan, Layout, LeafSpec, Plan, make_plan
 from jax_mlp_offload.scheduler import Scheduler
 from jax_mlp_offload.tiers import File, Folder
 from jax_mlp_offload.types import Life, Order, Record
 
-_numbers = itertools.count()
-_IO_THREADS = 2
+_IO_THREADS = 2  # a tier and direction
 _IO_BLOCK_BYTES = 4 * 2**20
-_CALL_TIMEOUT_S = 60.0
+_CALL_TIMEOUT_S = 60.0  # for what the driver does at once
+_numbers = itertools.count()
 _left_behind: list[Any] = []  # engines whose threads hang in a system call: their memory must not be freed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RuleBinding:
-    """What the native kernel must know of a rule, for params of one dtype."""
-
-    rule: str
-    mu_dtype: str
-    nu_dtype: str
-    has_mu: bool
-    nesterov: bool
-    hyper_count: int
+if CELL_ELEMENTS != native.CELL_ELEMENTS:
+    raise ImportError(
+        f"the extension hashes {native.CELL_ELEMENTS} elements a cell, the package {CELL_ELEMENTS}; build it again"
+    )
 
 
 class Engine:
@@ -49,11 +44,14 @@ class Engine:
 
     Args:
       tiers: where records may go.
-      host_bytes: memory for slots, or None.
-      subgroup_elements: or None to choose.
+      host_bytes: memory for slots, over all devices; None: see ``sizing.choose``.
+      subgroup_elements: most elements of a subgroup; None: chosen from the sizes.
       order: of eviction.
       kernel_threads: threads of the fused update; None: one a core.
       deadline_s: how long storage may take for one record.
+
+    Raises:
+      OSError: if a tier cannot be used; nothing is left behind in the others.
     """
 
     def __init__(
@@ -72,25 +70,23 @@ class Engine:
         self._lock = threading.Lock()
         self._instances = itertools.count()
         self._slot_bytes: int | None = None
-        self._slots = 0
-        self._directories: dict[int, str] = {}
-        self.plans: dict[int, Plan] = {}
+        self._device_slots: Counter[int] = Counter()  # slots of each device
+        self._directories: dict[int, str] = {}  # of each optimizer, in the tiers' folders
+        self.closed = False
         self.folders: list[Folder] = []
+        self._native = native.Engine(kernel_threads or len(os.sched_getaffinity(0)))
         try:
             for tier in tiers:
                 self.folders.append(Folder(tier))
+                read_bps, write_bps = tier.number("read_limit") or 0, tier.number("write_limit") or 0
+                self._native.add_tier(True, read_bps, write_bps, _IO_THREADS, _IO_BLOCK_BYTES)
+            self.scheduler = Scheduler([_spec(tier) for tier in tiers], order, deadline_s)
+            self.driver = Driver(self._native, self.scheduler, self.folders, self._array_name)
         except BaseException:
+            self._native.close()
             self._remove_folders()
             raise
-        threads = kernel_threads or len(os.sched_getaffinity(0))
-        self._native = native.Engine(threads)
-        for tier in tiers:
-            read_bps, write_bps = tier.number("read_limit") or 0, tier.number("write_limit") or 0
-            self._native.add_tier(True, read_bps, write_bps, _IO_THREADS, _IO_BLOCK_BYTES)
-        self.scheduler = Scheduler([_spec(tier) for tier in tiers], order, deadline_s)
-        self.driver = Driver(self._native, self.scheduler, self.folders, self._array_name)
         native.register_engine(self.number, self._native)
-        self.closed = False
 
     # -- optimizers
 
@@ -99,7 +95,7 @@ class Engine:
         name: str,
         leaves: Sequence[LeafSpec],
         layouts: dict[str, Layout],
-        bindings: dict[str, RuleBinding],
+        rules: dict[str, native.RuleSpec],
         reads_params: dict[str, bool],
         devices: Sequence[int],
         foreign: ForeignParams,
@@ -110,31 +106,32 @@ class Engine:
           name: for messages and folders.
           leaves: one device's shards, in tree order.
           layouts: by param dtype.
-          bindings: by param dtype.
+          rules: by param dtype.
           reads_params: by param dtype, whether the op gets the params.
           devices: ordinals.
           foreign: see ``foreign_params``.
 
         Raises:
           ValueError: if host memory is too small, or a record cannot fit the store's slots.
+          RuntimeError: if the system gives no memory for slots.
+          errors.OffloadError: if the driver has failed, or gives no answer.
         """
         with self._lock:
             number = next(self._instances)  # not used again if anything below fails
-            plan, slots = self._size(leaves, layouts, len(devices))
-            directory = f"{number}-{re.sub('[^A-Za-z0-9_.-]+', '_', name)[:64]}"
-            self._directories[number] = directory
+            plan, slot_bytes, slots = self._size(leaves, layouts, devices)
             first = self._native.slot_count()
             if slots:
-                assert self._slot_bytes is not None
-                self._native.add_slots(slots * len(devices), self._slot_bytes)
+                self._native.add_slots(slots * len(devices), slot_bytes)
+                self._slot_bytes = slot_bytes
+                self._device_slots.update(dict.fromkeys(devices, slots))
+            self._directories[number] = f"{number}-{re.sub('[^A-Za-z0-9_.-]+', '_', name)[:64]}"
             for index, bucket in enumerate(plan.buckets):
                 dtype = leaves[bucket.leaves[0]].dtype
-                self._native.add_bucket(
-                    number, index, _bucket_spec(plan, index, bindings[dtype], dtype, reads_params[dtype])
-                )
+                self._native.add_bucket(number, index, _bucket_spec(bucket, plan, rules[dtype], reads_params[dtype]))
                 for device in devices:
                     for folder in self.folders:
-                        folder.add_array(f"{directory}/b{index}.d{device}", len(bucket.subgroups), bucket.record_bytes)
+                        array = self._bucket_array(number, index, device)
+                        folder.add_array(array, len(bucket.subgroups), bucket.record_bytes)
 
             def tell_scheduler() -> None:
                 for i, device in enumerate(devices):
@@ -152,45 +149,66 @@ class Engine:
             for device in devices:
                 self._native.add_device(device)
             self.driver.call(tell_scheduler, _CALL_TIMEOUT_S)
-            self.plans[number] = plan
             return number, plan
 
-    def _size(self, leaves: Sequence[LeafSpec], layouts: dict[str, Layout], devices: int) -> tuple[Plan, int]:
-        """The plan, and how many new slots each device gets."""
-        speeds = self.scheduler.placement.speeds()
-        left = None if self._host_bytes is None else self._host_bytes - self._slots * (self._slot_bytes or 0)
+    def _size(
+        self, leaves: Sequence[LeafSpec], layouts: dict[str, Layout], devices: Sequence[int]
+    ) -> tuple[Plan, int, int]:
+        """The plan, the bytes of a slot, and how many new slots each device gets."""
         if self._slot_bytes is None:
             sized = sizing.choose(
                 lambda elements: make_plan(leaves, layouts, elements),
-                devices,
-                left,
+                len(devices),
+                self._host_bytes,
                 self._subgroup_elements,
-                speeds,
+                self.driver.call(self.scheduler.placement.speeds, _CALL_TIMEOUT_S),
             )
-            self._slot_bytes = sized.slot_bytes
-            self._slots += sized.slots * devices
-            return sized.plan, sized.slots
+            return sized.plan, sized.slot_bytes, sized.slots
         # A further optimizer: records fit the slots there are; it gets more of them while the memory lasts.
         element_bytes = max(layout.element_bytes for layout in layouts.values()) or 1
         elements = self._subgroup_elements or max(1, self._slot_bytes // element_bytes)
         plan = make_plan(leaves, layouts, elements, self._slot_bytes)
-        slots = plan.records if left is None else min(plan.records, left // (self._slot_bytes * devices))
+        slots = plan.records
+        if self._host_bytes is not None:
+            left_bytes = self._host_bytes - self._device_slots.total() * self._slot_bytes
+            slots = min(slots, left_bytes // (self._slot_bytes * len(devices)))
         if not self.folders and slots < plan.records:
-            needed = plan.records * self._slot_bytes * devices
+            needed = plan.records * self._slot_bytes * len(devices)
             raise ValueError(
                 f"host_memory={self._host_bytes} has no room for {needed} more bytes of state, and the store has no tier; "
                 "raise host_memory or give it a tier"
             )
-        self._slots += slots * devices
-        return plan, slots
+        bare = [device for device in devices if not self._device_slots[device]]
+        if plan.records and not slots and bare:
+            raise ValueError(
+                f"host_memory={self._host_bytes} has no room for a slot of {self._slot_bytes} bytes on device(s) {bare}: "
+                "optimizers on other devices have it all; raise host_memory, or use another Store"
+            )
+        return plan, self._slot_bytes, slots
+
+    def _bucket_array(self, number: int, bucket: int, device: int) -> str:
+        return f"{self._directories[number]}/b{bucket}.d{device}"
 
     def _array_name(self, record: Record) -> str:
-        return f"{self._directories[record.instance]}/b{record.bucket}.d{record.device}"
+        return self._bucket_array(record.instance, record.bucket, record.device)
 
     # -- state
 
+    def latest_tickets(self) -> dict[int, int]:
+        """For each optimizer the ticket of its last step that was allowed to run; 0: there was none.
+
+        Raises:
+          errors.OffloadError: if the driver has failed, or gives no answer.
+        """
+
+        def collect() -> dict[int, int]:
+            return {number: instance.ledger.latest for number, instance in self.scheduler.instances.items()}
+
+        result: dict[int, int] = self.driver.call(collect, _CALL_TIMEOUT_S)
+        return result
+
     def read_records(self, number: int, serial: int) -> dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]:
-        """A copy of every record of an optimizer, by (bucket, device); None where nothing is stored.
+        """A copy of every record of an optimizer, uint8 [record_bytes], by (bucket, device); None: nothing is stored.
 
         Args:
           number: the optimizer.
@@ -236,14 +254,15 @@ class Engine:
         """Bytes of one slot; 0 before the first optimizer."""
         return self._slot_bytes or 0
 
-    def instance(self, number: int) -> Instance:
-        """The optimizer as the scheduler knows it."""
-        return self.scheduler.instances[number]
-
     # -- ends
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until nothing is in flight; raises the first error of an optimizer that is broken."""
+        """Waits until no operation is open and nothing is in flight.
+
+        Raises:
+          errors.DeadlineError: if that takes longer than ``timeout_s``.
+          errors.OffloadError: the first cause, if an optimizer is broken.
+        """
 
         def first_error() -> errors.OffloadError | None:
             return next((i.error for i in self.scheduler.instances.values() if i.error is not None), None)
@@ -262,9 +281,13 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
+
+        def stop() -> None:  # on a thread of its own: either may hang in a system call
+            self.driver.stop()
+            self._native.close()
+
         native.unregister_engine(self.number)
-        self.driver.stop()
-        closing = threading.Thread(target=self._native.close, name="jmo-close", daemon=True)
+        closing = threading.Thread(target=stop, name="jmo-close", daemon=True)
         closing.start()
         closing.join(self.deadline_s)
         self._remove_folders()
@@ -283,17 +306,17 @@ def _spec(tier: File) -> TierSpec:
     return TierSpec(tier.name, tier.number("capacity"), tier.number("read_limit"), tier.number("write_limit"))
 
 
-def _bucket_spec(plan: Plan, index: int, binding: RuleBinding, dtype: str, reads_params: bool) -> dict[str, Any]:
-    bucket = plan.buckets[index]
+def _bucket_spec(bucket: BucketPlan, plan: Plan, rule: native.RuleSpec, reads_params: bool) -> dict[str, Any]:
+    """A bucket as the extension takes it."""
     return {
-        "rule": native.RULES[binding.rule],
-        "param": native.DTYPES[dtype],
-        "mu": native.DTYPES[binding.mu_dtype],
-        "nu": native.DTYPES[binding.nu_dtype],
-        "has_mu": binding.has_mu,
-        "nesterov": binding.nesterov,
+        "rule": native.RULES[rule.rule],
+        "param": native.DTYPES[plan.leaves[bucket.leaves[0]].dtype],
+        "mu": native.DTYPES[rule.mu_dtype],
+        "nu": native.DTYPES[rule.nu_dtype],
+        "has_mu": rule.has_mu,
+        "nesterov": rule.nesterov,
         "reads_params": reads_params,
-        "hyper_count": binding.hyper_count,
+        "hyper_count": rule.hyper_count,
         "leaves": [(plan.leaves[leaf].elements, plan.leaves[leaf].decay) for leaf in bucket.leaves],
         "subgroups": list(bucket.subgroups),
         "mu_offset": bucket.mu_offset,

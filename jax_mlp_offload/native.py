@@ -1,4 +1,4 @@
-"""The extension: the only module that imports it. Checks at import that it may be loaded into this jaxlib.
+"""The extension, and what it takes: the only module that imports it. Checks at import that this jaxlib can load it.
 
 Built against the FFI headers of the oldest supported jaxlib; a library built against newer ones than the running
 jaxlib's would stop all of JAX from starting, so the versions are compared before anything is registered.
@@ -6,6 +6,7 @@ jaxlib's would stop all of JAX from starting, so the versions are compared befor
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 
@@ -18,7 +19,10 @@ KINDS = ("arrived", "read", "written", "updated", "handed_back", "woken")
 """Kinds of an event, by the number that comes first in it."""
 
 RULES = {"adam": 0, "sgd": 1}
+"""Numbers of ``Rule`` in ``ffi/core/update.h``."""
+
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""Numbers of ``DType`` in ``ffi/core/dtype.h``."""
 
 crc32c = _native.crc32c
 read_file = _native.read_file
@@ -34,6 +38,18 @@ force_isa = _native.force_isa
 CELL_ELEMENTS: int = _native.CELL_ELEMENTS
 ADAM_HYPER_COUNT: int = _native.ADAM_HYPER_COUNT
 SGD_HYPER_COUNT: int = _native.SGD_HYPER_COUNT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RuleSpec:
+    """What the kernel must know of a rule, for params of one dtype."""
+
+    rule: str  # of RULES
+    mu_dtype: str  # of DTYPES, as nu_dtype
+    nu_dtype: str
+    has_mu: bool
+    nesterov: bool
+    hyper_count: int  # hyperparameters in the operand
 
 
 def _runtime_api_version() -> tuple[int, int]:

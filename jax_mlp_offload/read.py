@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_mlp_offload.errors import OffloadError
 from jax_mlp_offload.state import OffloadState
 from jax_mlp_offload.store import Store, live_stores
 from jax_mlp_offload.transform import Binding, canonical_path
@@ -67,7 +68,7 @@ def read_masters(state: Any, params: Any) -> Any:
                     "which the given params lack; give the whole tree of params that the optimizer updates"
                 )
             if param.dtype != jnp.float32 and param.size and records is not None:
-                masters[leaf.path] = _join(param, _section(binding, records, index, "master", store))
+                masters[leaf.path] = _join(param, _section(binding, records, index, "master"))
     return jax.tree.unflatten(treedef, [jnp.asarray(master).astype(jnp.float32) for master in masters.values()])
 
 
@@ -86,11 +87,7 @@ def _find(state: OffloadState) -> tuple[Store, Binding]:
         (store, binding) for store in live_stores() for binding in store.bindings() if isinstance(binding, Binding)
     ]
     if ticket:
-        candidates = [
-            (store, binding)
-            for store, binding in candidates
-            if store.engine.instance(binding.number).ledger.latest == ticket
-        ]
+        candidates = _holders(ticket, candidates)
     else:
         if int(state.count):  # updates without a ticket: an optimizer that keeps nothing in the store
             candidates = [(store, binding) for store, binding in candidates if not binding.plan.buckets]
@@ -98,12 +95,28 @@ def _find(state: OffloadState) -> tuple[Store, Binding]:
             candidates = candidates[:1]  # no moments yet, or none at all: one is as good as another
     if len(candidates) != 1:
         reason = (
-            "no update has been made from it yet, and several optimizers (or none) could be meant"
+            "no update has been made from it yet, and several optimizers (or none) could be meant; make one first"
             if ticket == 0
-            else f"no open store holds ticket {ticket}: it is of an earlier step, another process or a closed store"
+            else f"no open store holds ticket {ticket}: it is of an earlier step, another process or a closed store; "
+            "read the state that the last update returned, before its store is closed"
         )
         raise ValueError(f"the moments of this state cannot be told: {reason}")
     return candidates[0]
+
+
+def _holders(ticket: int, candidates: list[tuple[Store, Binding]]) -> list[tuple[Store, Binding]]:
+    """The optimizers whose last step returned this ticket."""
+    holders, cause = [], None
+    for store in {store for store, _ in candidates}:
+        try:
+            latest = store.engine.latest_tickets()
+        except OffloadError as error:
+            cause = error  # says why only if no other store holds the state
+        else:
+            holders += [pair for pair in candidates if pair[0] is store and latest.get(pair[1].number) == ticket]
+    if cause is not None and not holders:
+        raise cause
+    return holders
 
 
 def _reference(binding: Binding) -> Any:
@@ -126,11 +139,10 @@ def _records(state: OffloadState, store: Store, binding: Binding) -> _Records | 
 def _optax_state(state: OffloadState) -> Any:
     store, binding = _find(state)
     records = _records(state, store, binding)
-    shaped = jax.tree.unflatten(binding.treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in binding.shapes])
-    reference = jax.eval_shape(binding.rule.reference().init, shaped)
+    reference = _reference(binding)
     values: dict[str, Any] = {"count": state.count}
     for field, section in binding.rule.moments().items():
-        leaves = [_section(binding, records, index, section, store) for index in range(len(binding.shapes))]
+        leaves = [_section(binding, records, index, section) for index in range(len(binding.shapes))]
         values[field] = jax.tree.unflatten(binding.treedef, leaves)
     if not any(name == "count" for name in _fields(reference)):
         del values["count"]
@@ -144,16 +156,16 @@ def _fields(state: Any) -> list[str]:
     return names
 
 
-def _section(binding: Binding, records: _Records | None, leaf: int, section: str, store: Store) -> jax.Array:
+def _section(binding: Binding, records: _Records | None, leaf: int, section: str) -> jax.Array:
     """One section (mu, nu or master) of a leaf, put together from the records of all devices."""
     dtype = _section_dtype(binding, leaf, section)
     shape = binding.shapes[leaf]
     layout = binding.layout
     shard_shape = layout.shard_shape(leaf, shape)
-    where = _place(binding, leaf)
-    if where is None or records is None:
+    place = _place(binding, leaf)
+    if place is None or records is None:
         return jnp.zeros(shape, dtype)
-    shards = {device: _shard(binding, records, *where, device, section, dtype) for device in layout.devices}
+    shards = {device: _shard(binding, records, leaf, place, device, section, dtype) for device in layout.devices}
     if layout.mesh is None or not layout.wrap:
         return jnp.array(shards[layout.devices[0]].reshape(shape), copy=True)
     sharding = NamedSharding(layout.mesh, layout.specs[leaf] if layout.specs else PartitionSpec())
@@ -177,25 +189,31 @@ def _section_dtype(binding: Binding, leaf: int, section: str) -> Any:
     param = binding.plan.leaves[leaf].dtype
     if section == "master":
         return np.int16 if param == "bfloat16" else np.float32
-    kernel = binding.rule.binding(param)
+    kernel = binding.rule.spec(param)
     name = kernel.mu_dtype if section == "mu" else kernel.nu_dtype
     return ml_dtypes.bfloat16 if name == "bfloat16" else np.float32
 
 
 def _shard(
-    binding: Binding, records: _Records, bucket: int, begin: int, device: int, section: str, dtype: Any
+    binding: Binding, records: _Records, leaf: int, place: tuple[int, int], device: int, section: str, dtype: Any
 ) -> np.ndarray[Any, Any]:
+    """One device's shard of a leaf's section, flat: its part of each of the bucket's records."""
+    bucket, begin = place
+    end = begin + binding.plan.leaves[leaf].elements
     plan = binding.plan.buckets[bucket]
     offset = {"mu": plan.mu_offset, "nu": plan.nu_offset, "master": plan.master_offset}[section]
-    size = np.dtype(dtype).itemsize
+    element_bytes = np.dtype(dtype).itemsize
     parts = []
-    for (_, count), record in zip(plan.subgroups, records[bucket, device], strict=True):
+    for (first, count), record in zip(plan.subgroups, records[bucket, device], strict=True):
+        low, high = max(begin, first), min(end, first + count)
+        if low >= high:
+            continue
         if record is None:
-            parts.append(np.zeros(count, dtype))
+            parts.append(np.zeros(high - low, dtype))
         else:
-            parts.append(record[offset : offset + count * size].view(dtype))
-    leaf = next(i for i in plan.leaves if _place(binding, i) == (bucket, begin))
-    return np.concatenate(parts)[begin : begin + binding.plan.leaves[leaf].elements]
+            at = offset + (low - first) * element_bytes
+            parts.append(record[at : at + (high - low) * element_bytes].view(dtype))
+    return np.concatenate(parts)
 
 
 @jax.jit

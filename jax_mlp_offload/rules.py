@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import optax
 
 from jax_mlp_offload import native
-from jax_mlp_offload.engine import RuleBinding
 from jax_mlp_offload.plan import Layout
 
 Array = jax.Array
@@ -41,7 +40,7 @@ class Rule(Protocol):
     def layout(self, dtype: str) -> Layout:
         """The record of params of this dtype."""
 
-    def binding(self, dtype: str) -> RuleBinding:
+    def spec(self, dtype: str) -> native.RuleSpec:
         """The native kernel for params of this dtype."""
 
     def needs_params(self, dtype: str, decays: bool) -> bool:
@@ -51,7 +50,7 @@ class Rule(Protocol):
         """f32 vector of hyperparameters; ``count`` is that of the state, ``count_inc`` one more."""
 
     def stateless_update(self, grad: Array, hyper: Array) -> Array:
-        """The update of a leaf whose record would be empty."""
+        """The float32 update of a leaf whose record would be empty, from its gradient and ``hyper``'s vector."""
 
     def reference(self) -> optax.GradientTransformation:
         """The same optimizer in optax: its state is what ``read_state`` returns."""
@@ -123,10 +122,10 @@ class AdamRule:
         mu, nu = _dtype_name(self.mu_dtype, "mu_dtype"), _dtype_name(self.nu_dtype, "nu_dtype")
         return Layout(jnp.dtype(mu).itemsize, jnp.dtype(nu).itemsize, _master_bytes(dtype), dtype != "float32")
 
-    def binding(self, dtype: str) -> RuleBinding:
+    def spec(self, dtype: str) -> native.RuleSpec:
         """The fused kernel's parameters."""
         mu, nu = _dtype_name(self.mu_dtype, "mu_dtype"), _dtype_name(self.nu_dtype, "nu_dtype")
-        return RuleBinding("adam", mu, nu, True, self.nesterov, native.ADAM_HYPER_COUNT)
+        return native.RuleSpec("adam", mu, nu, True, self.nesterov, native.ADAM_HYPER_COUNT)
 
     def needs_params(self, dtype: str, decays: bool) -> bool:
         """16-bit params always; float32 ones for weight decay only."""
@@ -198,9 +197,10 @@ class SgdRule:
         mu_bytes = 0 if self.momentum is None else jnp.dtype(self._mu).itemsize
         return Layout(mu_bytes, 0, _master_bytes(dtype), dtype != "float32")
 
-    def binding(self, dtype: str) -> RuleBinding:
+    def spec(self, dtype: str) -> native.RuleSpec:
         """The fused kernel's parameters."""
-        return RuleBinding("sgd", self._mu, "float32", self.momentum is not None, self.nesterov, native.SGD_HYPER_COUNT)
+        has_mu = self.momentum is not None
+        return native.RuleSpec("sgd", self._mu, "float32", has_mu, self.nesterov, native.SGD_HYPER_COUNT)
 
     def needs_params(self, dtype: str, decays: bool) -> bool:
         """16-bit params only."""

@@ -10,9 +10,9 @@
 5. A tier that fails a write, or gives no answer, is retired; what it did not take goes to another.
 
 What always holds: a record is updated exactly once by each operation that ran; a slot is never lost; what a record is
-doing is its ``life`` and nothing else. An event costs the same however many records there are. No thread, clock, file
-or jax here: times come in with the events, and ``take_actions`` gives out what is to be done. The same class runs under
-the driver, the simulator and the fault tests. Thread contract: one thread.
+doing is its ``life`` and nothing else. An event costs the same however many records there are, but for the first of a
+step and a failure. No thread, clock, file or jax here: times come in with the events, and ``take_actions`` gives out
+what is to be done. The same class runs under driver, simulator and fault tests. Thread contract: one thread.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ class Scheduler:
     ) -> None:
         self._transfers = Transfers(tiers, deadline_s)
         self.placement = self._transfers.placement
-        self.order = order
-        self.deadline_s = deadline_s
         self.devices: dict[int, DeviceCache] = {}
         self.records: list[Record] = []
         self.hits = 0
         self.misses = 0
+        self._order = order
         self._operations = Operations(self.devices)
         self._depth = max(1, QUEUE * len(tiers))  # records on their way out and in that keep every tier busy
         self._moving: dict[DeviceCache, None] = {}  # devices to look at before the event is over, in order
@@ -87,7 +86,7 @@ class Scheduler:
         return instance
 
     def _device(self, device: int) -> DeviceCache:
-        return self.devices.setdefault(device, DeviceCache(device, self.order, self._depth))
+        return self.devices.setdefault(device, DeviceCache(device, self._order, self._depth))
 
     # -- what the driver asks
 
@@ -172,7 +171,6 @@ class Scheduler:
             raise RuntimeError(f"an update ended that was not under way: {record}")
         cache.updating -= 1
         record.wanted_by, record.void = None, False
-        record.serial = operation.serial
         self._use_or_rest(record)
         if adopted_leaves:
             owner = self.instances[record.instance]

@@ -9,15 +9,7 @@ if TYPE_CHECKING:
 
 
 def collect(engine: Engine) -> dict[str, Any]:
-    """Counts so far; runs on the driver's thread.
-
-    Returns:
-      ``steps`` (updates of all optimizers), ``hits`` and ``misses`` (records found in memory, or read from a tier),
-      ``skipped_steps``, ``adopted_steps``, ``records``, ``record_bytes_total``, ``slots``, ``slot_bytes`` and
-      ``host_bytes`` (bytes), ``tiers`` (a dict each: ``name``, ``bytes_read``, ``bytes_written``, ``share`` of the bytes
-      written, ``read_bps`` and ``write_bps`` in bytes/s while busy, ``retired``), and ``optimizers`` by name
-      (``steps``, ``skipped_steps``, ``adopted_steps``, ``failed``).
-    """
+    """Counts so far, as ``Store.stats`` describes them. Thread contract: the driver's thread."""
     scheduler = engine.scheduler
     tiers = scheduler.placement.tiers
     written = sum(tier.writes.bytes for tier in tiers)

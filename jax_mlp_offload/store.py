@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import threading
 import weakref
@@ -11,21 +12,26 @@ from typing import Any
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.engine import Engine
+from jax_mlp_offload.shardings import Given
 from jax_mlp_offload.sizes import parse_bytes
 from jax_mlp_offload.stats import collect
 from jax_mlp_offload.tiers import TierLike, as_tiers
 from jax_mlp_offload.types import Order
 
+Leaves = tuple[tuple[str, tuple[int, ...], str], ...]
+"""(path, shape, dtype) of each leaf."""
+
 _live: weakref.WeakSet[Store] = weakref.WeakSet()
+_engines: set[Engine] = set()  # that are open, also where the store was dropped without close
 
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What ``init`` saw of an optimizer's params: (path, shape, dtype) of each leaf, and their shardings if concrete."""
+    """What ``init`` saw of an optimizer's params."""
 
-    leaves: tuple[tuple[str, tuple[int, ...], str], ...]
-    given: Any = None
-    device: int | None = None
+    leaves: Leaves
+    given: Given | None = None  # their shardings, if they are known
+    device: int | None = None  # ordinal of the one device that they lie on, if they are concrete
 
 
 class Store:
@@ -66,7 +72,9 @@ class Store:
         files = as_tiers(tiers)
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
         if host_bytes == 0:
-            raise ValueError(f"host_memory={host_memory!r}: at least two records a device have to fit")
+            raise ValueError(
+                f"host_memory={host_memory!r}: at least two records a device have to fit; give more, or None"
+            )
         for name, value in (("subgroup_elements", subgroup_elements), ("kernel_threads", kernel_threads)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
@@ -79,13 +87,14 @@ class Store:
             raise ValueError(f"exclusive={exclusive!r}: this version has no exclusive access; use 'auto' or False")
         if profile is not None:
             raise ValueError(f"profile={profile!r}: this version measures tiers as it runs; use profile=None")
-        if not 0 < deadline_s < float("inf"):
+        if not isinstance(deadline_s, (int, float)) or not 0 < deadline_s < float("inf"):
             raise ValueError(f"deadline_s={deadline_s!r} must be a positive number of seconds")
         self._lock = threading.Lock()
         self._declared: dict[Any, Declared] = {}
         self._bound: dict[Any, Any] = {}
         self._engine = Engine(files, host_bytes, subgroup_elements, Order(order), kernel_threads, deadline_s)
         _live.add(self)
+        _engines.add(self._engine)
 
     # -- for users
 
@@ -103,7 +112,18 @@ class Store:
         self._engine.flush(self._engine.deadline_s if timeout_s is None else timeout_s)
 
     def stats(self) -> dict[str, Any]:
-        """Counts so far, as a plain dict: ``steps``, ``hits``, ``misses``, memory, and one dict a tier."""
+        """Counts so far, as a plain dict.
+
+        Returns:
+          ``steps`` (updates of all optimizers), ``hits`` and ``misses`` (records found in memory, or read from a tier),
+          ``skipped_steps``, ``adopted_steps``, ``records``, ``record_bytes_total``, ``slots``, ``slot_bytes`` and
+          ``host_bytes`` (bytes), ``tiers`` (a dict each: ``name``, ``bytes_read``, ``bytes_written``, ``share`` of the
+          bytes written, ``read_bps`` and ``write_bps`` in bytes/s while busy, ``retired``), and ``optimizers`` by name
+          (``steps``, ``skipped_steps``, ``adopted_steps``, and ``failed``: the first cause, or None).
+
+        Raises:
+          OffloadError: if the engine has failed, or the store is closed.
+        """
         self._check_open()
         return self._engine.driver.call(lambda: collect(self._engine), self._engine.deadline_s)  # type: ignore[no-any-return]
 
@@ -113,12 +133,7 @@ class Store:
         Raises:
           OffloadError: the first cause, if an optimizer's update failed; the store is closed all the same.
         """
-        if self._engine.closed:
-            return
-        try:
-            self._engine.flush(self._engine.deadline_s)
-        finally:
-            self._engine.close()
+        _close(self._engine)
 
     def __enter__(self) -> Store:
         return self
@@ -160,7 +175,7 @@ class Store:
             if known is None or declared.given is not None or declared.device is not None:
                 self._declared[key] = declared
 
-    def declared(self, key: Any, leaves: tuple[tuple[str, tuple[int, ...], str], ...]) -> Declared:
+    def declared(self, key: Any, leaves: Leaves) -> Declared:
         """What ``init`` saw of the optimizer whose update is traced.
 
         Raises:
@@ -205,10 +220,8 @@ class Store:
             raise errors.ClosedError(f"{self!r} was used after it had been closed; make a new Store")
 
     def _close_quietly(self) -> None:
-        try:
+        with contextlib.suppress(errors.OffloadError):  # whoever calls this has an error of his own to raise
             self.close()
-        except errors.OffloadError:
-            self._engine.close()
 
 
 def live_stores() -> list[Store]:
@@ -216,13 +229,24 @@ def live_stores() -> list[Store]:
     return [store for store in _live if not store._engine.closed]
 
 
+def _close(engine: Engine) -> None:
+    if engine.closed:
+        return
+    try:
+        engine.flush(engine.deadline_s)
+    finally:
+        _engines.discard(engine)
+        engine.close()
+
+
 @atexit.register
 def _close_all() -> None:
-    for store in live_stores():
-        store._close_quietly()
+    for engine in list(_engines):
+        with contextlib.suppress(errors.OffloadError):  # the process ends; steps have raised it
+            _close(engine)
 
 
-def _difference(known: Declared, other: Declared | tuple[tuple[str, tuple[int, ...], str], ...]) -> str:
+def _difference(known: Declared, other: Declared | Leaves) -> str:
     theirs = other.leaves if isinstance(other, Declared) else other
     for a, b in zip(known.leaves, theirs, strict=False):
         if a != b:
@@ -230,7 +254,7 @@ def _difference(known: Declared, other: Declared | tuple[tuple[str, tuple[int, .
     return f"{len(known.leaves)} leaves against {len(theirs)}"
 
 
-def _unknown(leaves: tuple[tuple[str, tuple[int, ...], str], ...], known: list[Declared]) -> str:
+def _unknown(leaves: Leaves, known: list[Declared]) -> str:
     if not known:
         return "update was called, but init never was with this store; call init(params) first (also after a restore)"
     closest = max(known, key=lambda d: len(set(d.leaves) & set(leaves)))

@@ -10,7 +10,8 @@ A tier's folder is laid out so:
 4. A record that is written to a tier takes over the file of a record of the same size that has moved on, if there is
    one: blocks are not allocated anew, and a tier holds no more files than it ever held records at once.
 
-Tiers are scratch: what survives a crash is the checkpoint. Thread contract: a folder is used by one thread at a time.
+Tiers are scratch: what survives a crash is the checkpoint. Thread contract: a folder is used by one thread at a time,
+but for ``add_array``, which any thread may call before others use that array.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class Folder:
 
     def __init__(self, tier: File) -> None:
         self.tier = tier
+        self._lock = -1
+        new: pathlib.Path | None = None  # until it is whole
         root = pathlib.Path(os.path.abspath(tier.path))
         try:
             root.mkdir(mode=0o700, exist_ok=True)
@@ -116,6 +119,10 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.path = new.rename(root / new.name.removeprefix(".new-"))
         except OSError as error:
+            if new is not None:
+                shutil.rmtree(new, ignore_errors=True)
+            if self._lock >= 0:
+                os.close(self._lock)
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise type(error)(
                 error.errno or errno.EIO,

@@ -28,7 +28,7 @@ from jax_mlp_offload.ops import Program
 from jax_mlp_offload.plan import LeafSpec, Plan
 from jax_mlp_offload.rules import Rule, decay_flags
 from jax_mlp_offload.state import OffloadState
-from jax_mlp_offload.store import Declared, Store
+from jax_mlp_offload.store import Declared, Leaves, Store
 
 Array = jax.Array
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -155,7 +155,7 @@ def canonical_path(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys)) if keys else "params"
 
 
-def _fingerprint(leaves: Sequence[tuple[str, Any]]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+def _fingerprint(leaves: Sequence[tuple[str, Any]]) -> Leaves:
     return tuple((path, tuple(leaf.shape), jnp.dtype(leaf.dtype).name) for path, leaf in leaves)
 
 
@@ -195,7 +195,7 @@ def _check_gradients(grads: Sequence[Any], leaves: Sequence[tuple[str, Any]]) ->
                 "out with optax.masked or optax.partition"
             )
         if tuple(grad.shape) != tuple(leaf.shape):
-            raise ValueError(f"the gradient of {path} has shape {grad.shape}, the param {leaf.shape}")
+            raise ValueError(f"the gradient of {path} has shape {grad.shape}, the param {leaf.shape}; they must agree")
         if jnp.dtype(grad.dtype).name not in _DTYPES:
             raise ValueError(f"the gradient of {path} has dtype {grad.dtype}; use one of {', '.join(_DTYPES)}")
 
@@ -209,6 +209,7 @@ def _bind(
     key = _key(rule, options, leaves)
     declared = _declared(rule, options, leaves, key, have_params)
     paths = [path for path, _ in leaves]
+    given: shardings.Given | None
     if options.param_specs is not None:
         given = shardings.specs_of_tree(options.param_specs, shaped, options.mesh)
     else:
@@ -223,7 +224,7 @@ def _bind(
             "update needs the params: call tx.update(grads, state, params) (16-bit params and weight decay are worked "
             "out from them)"
         )
-    described = (key, layout, tuple(decays), tuple(rule.binding(d) for d in sorted(set(dtypes))))
+    described = (key, layout, tuple(decays), tuple(rule.spec(d) for d in sorted(set(dtypes))))
     binding: Binding = options.store.bind(
         described, lambda: _register(rule, options, key, declared, treedef, layout, decays)
     )
@@ -235,8 +236,7 @@ def _declared(rule: Rule, options: Options, leaves: Sequence[tuple[str, Any]], k
     if have_params:
         return options.store.declared(key, fingerprint)
     # without params only the gradients' shapes are known; their dtypes may differ from the params'
-    known = options.store.declared_shapes(key, tuple((path, shape) for path, shape, _ in fingerprint))
-    return known
+    return options.store.declared_shapes(key, tuple((path, shape) for path, shape, _ in fingerprint))
 
 
 def _register(
@@ -265,7 +265,7 @@ def _register(
         name,
         specs,
         layouts,
-        {dtype: rule.binding(dtype) for dtype in dtypes},
+        {dtype: rule.spec(dtype) for dtype in dtypes},
         reads,
         layout.devices,
         options.foreign_params,

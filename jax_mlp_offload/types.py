@@ -40,7 +40,6 @@ class Record:
     crc: int = 0
     void: bool = False  # the next update starts afresh, whatever is stored
     asked: int = 0  # the last step whose operation came for it, whether it ran or not
-    serial: int = 0  # the step that updated it last
     wanted_by: Operation | None = None
 
 

@@ -88,9 +88,10 @@ Status Engine::submit(Request request) {
   event.device = request.device;
   event.run_id = request.run_id;
   event.ticket = request.ticket;
-  if (const auto spec = this->bucket(request.instance, request.bucket))
-    for (size_t leaf = 0; leaf < request.leaves.size(); ++leaf)
-      advise_huge_pages(request.leaves[leaf].out, spec->leaves[leaf].elements * size_of(spec->rule.param));
+  const auto spec = bucket(request.instance, request.bucket);
+  if (!spec) return Status(Code::kInvalid, "there is no bucket " + std::to_string(request.bucket));
+  for (size_t leaf = 0; leaf < request.leaves.size(); ++leaf)
+    advise_huge_pages(request.leaves[leaf].out, spec->leaves[leaf].elements * size_of(spec->rule.param));
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return Status(Code::kClosed, "the store of this program is closed");
@@ -98,8 +99,7 @@ Status Engine::submit(Request request) {
       return Status(Code::kInvalid,
                     "device " + std::to_string(request.device) +
                         " is not one of the optimizer's devices; pass mesh= and param_specs=");
-    const BucketSpec& spec = *buckets_.at({request.instance, request.bucket});
-    event.skip = request.hyper[spec.hyper_count] != 0.0f;
+    event.skip = request.hyper[spec->hyper_count] != 0.0f;
     event.token = next_request_++;
     requests_[event.token] = std::make_unique<Request>(std::move(request));
     events_.push_back(std::move(event));
@@ -225,7 +225,8 @@ Status Engine::hand_back(uint64_t request_id) {
 void Engine::end(uint64_t request_id, Status status) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = requests_.find(request_id);
-  std::shared_ptr<Request> request(found->second.release());
+  if (found == requests_.end()) return;
+  std::shared_ptr<Request> request(std::move(found->second));
   requests_.erase(found);
   devices_.at(request->device)->run([request, status] { request->finish(status); });
 }

@@ -1,16 +1,15 @@
-// The native half of a store: what XLA's handlers hand over, what the driver does with it, and how the ends
-// meet.
+// The native half of a store: what XLA's handlers hand over, and what the driver does with it.
 //
-//   handler --submit--> [events] --wait--> driver --read/write/update/hand_back--> I/O and kernel threads -->
-//   [events]
-//                                            \--complete/fail--> completion thread of the device --> XLA's
-//                                            promise
+//   handler --submit--> [events] --wait--> driver --read, write--> I/O threads --------> [events]
+//                                            |---update, hand_back--> kernel threads ----> [events]
+//                                            |---complete, fail--> completion thread ----> XLA
 //
 // What always holds: a request lives from submit until complete or fail, exactly one of which ends it.
 // Promises are completed on a thread of the device's own, never on the driver's: XLA resumes the program
 // there and may block in a collective. Nothing here decides an order; that is the scheduler's. Thread
-// contract: submit from any thread; everything else from the driver thread, but for the set-up calls, which
-// may come at any time before what they set up is used (they take the same lock).
+// contract: submit, wake and open_requests from any thread; tiers are added before the driver starts;
+// add_slots, add_device and add_bucket may come from any thread before what they set up is used; close after
+// the driver has ended; everything else from the driver thread.
 #pragma once
 
 #include <condition_variable>
@@ -39,8 +38,7 @@ struct LeafSpec {
   bool decay = false;
 };
 
-// A subgroup: elements [begin, begin + count) of the bucket's concatenated leaves, and where its record keeps
-// what.
+// A subgroup: elements [begin, begin + count) of the bucket's concatenated leaves.
 struct SubgroupSpec {
   int64_t begin = 0;
   int64_t count = 0;
@@ -49,7 +47,7 @@ struct SubgroupSpec {
 struct BucketSpec {
   RuleSpec rule;
   bool reads_params = false;
-  int hyper_count = 0;  // the operand holds one more: a flag that skips the step
+  int hyper_count = 0;  // the operand holds one more: not 0 skips the step
   std::vector<LeafSpec> leaves;
   std::vector<SubgroupSpec> subgroups;
   // Byte offsets of the sections in a record; the sections of all subgroups start at the same places.
@@ -86,8 +84,8 @@ struct Event {
   bool skip = false;
   Status status;
   uint32_t crc = 0;
-  size_t size = 0;
-  double start_s = 0, end_s = 0;
+  size_t size = 0;                      // bytes
+  double start_s = 0, end_s = 0;        // kRead, kWritten, kUpdated: of the monotonic clock
   std::vector<int64_t> adopted_leaves;  // kUpdated: leaf indices whose params had been replaced
 };
 
@@ -107,7 +105,7 @@ class Engine {
   void add_device(int64_t ordinal);
   Status add_bucket(int64_t instance, int64_t bucket, BucketSpec spec);
 
-  // Checks the request against its bucket (operand counts are the handler's to check) and queues it.
+  // Queues the request, if its bucket and device are known (its operands are the handler's to check).
   Status submit(Request request);
   // The bucket's description, or null where there is none.
   std::shared_ptr<const BucketSpec> bucket(int64_t instance, int64_t bucket) const;
@@ -125,6 +123,7 @@ class Engine {
   Status fail(uint64_t request, const std::string& message);
   void fail_all(const std::string& message);
   size_t open_requests() const;
+  // Ends I/O and kernels, then what is open, with an error; joins all threads. Idempotent.
   void close();
 
  private:

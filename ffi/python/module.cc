@@ -10,6 +10,9 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "ffi/core/crc32c.h"
 #include "ffi/core/engine.h"

@@ -74,7 +74,8 @@ xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi:
   auto engine = find_engine(store);
   if (!engine)
     return failed(Status(Code::kClosed, "jax_mlp_offload: store " + std::to_string(store) +
-                                            " of this program is closed, or was made in another process"));
+                                            " of this program is closed, or was made in another process; "
+                                            "make a store and the optimizer, and trace the step again"));
   auto spec = engine->bucket(instance, bucket);
   if (!spec)
     return failed(Status(Code::kInvalid, "jax_mlp_offload: store " + std::to_string(store) +
@@ -84,7 +85,9 @@ xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi:
   const size_t leaves = spec->leaves.size();
   if (args.size() != leaves * (spec->reads_params ? 2 : 1) || rets.size() != leaves ||
       hyper.element_count() != static_cast<size_t>(spec->hyper_count) + 1)
-    return failed(Status(Code::kInvalid, "jax_mlp_offload: operand count differs from the plan's"));
+    return failed(Status(Code::kInvalid, "jax_mlp_offload: optimizer " + std::to_string(instance) +
+                                             ", bucket " + std::to_string(bucket) +
+                                             " has other operands than planned; trace the step again"));
 
   Request request;
   request.instance = instance;
@@ -108,8 +111,8 @@ xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi:
       promise.SetError(error_of(status));
     }
   };
-  Status status = engine->submit(std::move(request));
-  if (!status.ok()) promise.SetError(error_of(status));
+  const Status status = engine->submit(std::move(request));
+  if (!status.ok()) promise.SetError(error_of(Status(status.code(), "jax_mlp_offload: " + status.message())));
   return future;
 }
 
