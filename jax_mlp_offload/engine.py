@@ -172,6 +172,8 @@ class Engine:
         if self._host_bytes is not None:
             left_bytes = self._host_bytes - self._device_slots.total() * self._slot_bytes
             slots = min(slots, left_bytes // (self._slot_bytes * len(devices)))
+        elif self.folders:
+            slots = min(slots, sizing.least_slots(len(self.folders), len(devices)))
         if not self.folders and slots < plan.records:
             needed = plan.records * self._slot_bytes * len(devices)
             raise ValueError(

@@ -119,13 +119,14 @@ class Ledger:
         if ticket == POISON:
             return (
                 f"optimizer {self.name!r}: this state comes from an update that failed; "
-                "restore a checkpoint or call init again"
+                "restore params from a checkpoint and call init again"
             )
         known = f"the latest is {last}" if last else "this store holds no state of that update"
         return (
             f"optimizer {self.name!r}: the state given to update has ticket {ticket}, but {known}. The moments live in "
             "the store, in one version: an update can only follow the last one. Pass on the state that the last update "
-            "returned, restore a checkpoint, or start afresh with init. optax.MultiSteps updates at every micro-step from "
+            "returned, or restore params from a checkpoint and start afresh with init. Two optimizers of one store with the same leaves need a name= each. "
+            "optax.MultiSteps updates at every micro-step from "
             "one state: accumulate gradients in the loop instead, with a lax.cond around the real update"
         )
 

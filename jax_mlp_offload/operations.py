@@ -176,8 +176,8 @@ class Operations:
             again = "again " if twice else ""
             cause = errors.ForeignParamsError(
                 f"optimizer {owner.name!r}: 16-bit params ({', '.join(leaves[:4])}) are {again}not what the last "
-                "update left. A transform after jmo's optimizer changes its updates; move it in front, or wrap the whole "
-                "chain in jmo.offload. If params are meant to be replaced before each update, pass foreign_params='adopt'"
+                "update left. A transform after jmo's optimizer changes its updates; move it in front. "
+                "If params are meant to be replaced before each update, pass foreign_params='adopt'"
             )
             self.fail(owner, cause, operation.serial, at_once=len(owner.devices) == 1)
 

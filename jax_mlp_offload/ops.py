@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_mlp_offload.plan import Plan
 
@@ -55,6 +55,8 @@ class Program:
         body = self._on_device
         if self.mesh is not None:
             spec = self.specs
+            grads = [self._place(leaf, i) for i, leaf in enumerate(grads)]
+            params = [self._place(leaf, i) for i, leaf in enumerate(params)]
             body = jax.shard_map(
                 body,
                 mesh=self.mesh,
@@ -69,6 +71,14 @@ class Program:
         for leaf, out in zip(used, outs, strict=True):
             results[leaf] = out
         return new_ticket, results
+
+    def _place(self, leaf: Array, index: int) -> Array:
+        """On Explicit axes a gradient may be typed otherwise than its param: it is resharded, as optax's ops would."""
+        assert self.mesh is not None
+        if leaf is None or any(kind != AxisType.Explicit for kind in self.mesh.axis_types):
+            return leaf
+        placed: Array = jax.sharding.reshard(leaf, NamedSharding(self.mesh, self.specs[index]))
+        return placed
 
     def _on_device(
         self, ticket: Array, hyper: Array, grads: Sequence[Array], params: Sequence[Array]

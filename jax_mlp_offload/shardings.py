@@ -133,7 +133,14 @@ def resolve(
         return Layout(None, (), _ordinals(mesh), wrap=False)
     for leaf, path, spec in zip(leaves, paths, specs, strict=True):
         _check_divides(tuple(leaf.shape), path, spec, mesh)
+    specs = tuple(_whole(spec, len(leaf.shape)) for leaf, spec in zip(leaves, specs, strict=True))
     return Layout(mesh, specs, _ordinals(mesh), wrap=True)
+
+
+def _whole(spec: PartitionSpec, dimensions: int) -> PartitionSpec:
+    """The spec with an entry for each dimension: P() and P(None) of one leaf are the same optimizer."""
+    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec]
+    return PartitionSpec(*entries, *[None] * (dimensions - len(entries)))
 
 
 def _check_divides(shape: tuple[int, ...], path: str, spec: PartitionSpec, mesh: Mesh) -> None:

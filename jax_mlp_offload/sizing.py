@@ -28,6 +28,11 @@ class Sizing:
     slots: int
 
 
+def least_slots(tiers: int, devices: int) -> int:
+    """Slots of each device that keep every tier busy, where the user sets no memory."""
+    return max(_SLOTS_A_TIER * tiers // devices, _SLOTS_A_TIER)
+
+
 def choose(
     plan_with: Callable[[int], Plan],
     devices: int,
@@ -54,7 +59,7 @@ def choose(
     slot_bytes = plan.largest_record_bytes
     tiers = len(tier_speeds)
     if host_bytes is None:
-        slots = plan.records if tiers == 0 else max(_SLOTS_A_TIER * tiers // devices, _SLOTS_A_TIER)
+        slots = plan.records if tiers == 0 else least_slots(tiers, devices)
     else:
         slots = host_bytes // (slot_bytes * devices)
     least = min(plan.records, _SLOTS_A_DEVICE if tiers else plan.records)

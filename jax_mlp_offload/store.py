@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import os
 import threading
 import weakref
 from types import TracebackType
 from typing import Any
+
+import jax
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.engine import Engine
@@ -22,6 +25,7 @@ Leaves = tuple[tuple[str, tuple[int, ...], str], ...]
 """(path, shape, dtype) of each leaf."""
 
 _live: weakref.WeakSet[Store] = weakref.WeakSet()
+_MOST_THREADS = 1024
 _engines: set[Engine] = set()  # that are open, also where the store was dropped without close
 
 
@@ -78,6 +82,8 @@ class Store:
         for name, value in (("subgroup_elements", subgroup_elements), ("kernel_threads", kernel_threads)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if kernel_threads is not None and kernel_threads > _MOST_THREADS:
+            raise ValueError(f"kernel_threads={kernel_threads} is more than {_MOST_THREADS}; one a core is enough")
         orders = [kind.value for kind in Order]
         if order not in orders:
             raise ValueError(f"order={order!r} is unknown; use one of {', '.join(orders)}")
@@ -101,14 +107,14 @@ class Store:
     def flush(self, timeout_s: float | None = None) -> None:
         """Waits until every update that XLA has begun and all transfers have ended.
 
-        JAX dispatches steps ahead of their execution: call ``jax.block_until_ready`` on a step's results first, if that
-        step is to be covered.
+        Steps that this thread has dispatched are waited for; those of another thread only once XLA has begun them.
 
         Raises:
           OffloadError: the first cause, if an optimizer's update failed.
           DeadlineError: if it takes longer than ``timeout_s`` (None: the store's deadline).
         """
         self._check_open()
+        _await_dispatched()
         self._engine.flush(self._engine.deadline_s if timeout_s is None else timeout_s)
 
     def stats(self) -> dict[str, Any]:
@@ -128,7 +134,7 @@ class Store:
         return self._engine.driver.call(lambda: collect(self._engine), self._engine.deadline_s)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Waits for what is in flight, frees memory and removes the tiers' folders. Idempotent.
+        """Waits for what is dispatched and in flight, frees memory and removes the tiers' folders. Idempotent.
 
         Raises:
           OffloadError: the first cause, if an optimizer's update failed; the store is closed all the same.
@@ -217,7 +223,7 @@ class Store:
 
     def _check_open(self) -> None:
         if self._engine.closed:
-            raise errors.ClosedError(f"{self!r} was used after it had been closed; make a new Store")
+            raise errors.ClosedError(f"{self!r} was used after it had been closed, or in a fork; make a new Store")
 
     def _close_quietly(self) -> None:
         with contextlib.suppress(errors.OffloadError):  # whoever calls this has an error of his own to raise
@@ -229,10 +235,18 @@ def live_stores() -> list[Store]:
     return [store for store in _live if not store._engine.closed]
 
 
+def _await_dispatched() -> None:
+    """Waits for the steps that this thread has dispatched: they need the store until they are done."""
+    # a step that failed says so in its own results, and the engine knows the cause
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.effects_barrier()
+
+
 def _close(engine: Engine) -> None:
     if engine.closed:
         return
     try:
+        _await_dispatched()
         engine.flush(engine.deadline_s)
     finally:
         _engines.discard(engine)
@@ -244,6 +258,16 @@ def _close_all() -> None:
     for engine in list(_engines):
         with contextlib.suppress(errors.OffloadError):  # the process ends; steps have raised it
             _close(engine)
+
+
+def _after_fork_in_child() -> None:
+    """A child has no threads of its parent's engines and must not touch their folders."""
+    for engine in _engines:
+        engine.closed = True
+    _engines.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _difference(known: Declared, other: Declared | Leaves) -> str:

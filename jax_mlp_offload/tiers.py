@@ -24,12 +24,14 @@ import os
 import pathlib
 import secrets
 import shutil
+import time
 import urllib.parse
 from collections.abc import Sequence
 
 from jax_mlp_offload.sizes import parse_bytes
 
 _PREFIX = "jmo-"
+_UNBORN_S = 60.0  # a folder that was not locked within this time never will be
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,7 +208,8 @@ class Folder:
 
 def _remove_leftovers(root: pathlib.Path) -> None:
     """Removes folders of ours whose process is gone: their lock is free."""
-    for folder in root.glob(f"{_PREFIX}*"):
+    unborn = [new for new in root.glob(f".new-{_PREFIX}*") if time.time() - new.stat().st_mtime > _UNBORN_S]
+    for folder in [*root.glob(f"{_PREFIX}*"), *unborn]:
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:

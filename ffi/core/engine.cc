@@ -246,6 +246,7 @@ Status Engine::fail(uint64_t request_id, const std::string& message) {
 }
 
 void Engine::fail_all(const std::string& message) {
+  kernels_->close();  // XLA takes its buffers back below: what works on them has to end first
   std::vector<uint64_t> open;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -266,7 +267,6 @@ void Engine::close() {
     closed_ = true;
   }
   for (auto& tier : tiers_) tier->close();
-  kernels_->close();
   fail_all("jax_mlp_offload: the store of this program was closed while it ran");
   for (auto& device : devices_) device.second->close();
 }

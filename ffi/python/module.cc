@@ -142,7 +142,7 @@ void bind_engine(nb::module_& m) {
                           uint32_t ticket) { raise_if(engine.complete(request, ticket)); })
       .def("fail", [](Engine& engine, uint64_t request,
                       const std::string& message) { raise_if(engine.fail(request, message)); })
-      .def("fail_all", &Engine::fail_all)
+      .def("fail_all", &Engine::fail_all, nb::call_guard<nb::gil_scoped_release>())
       .def("open_requests", &Engine::open_requests)
       .def("copy_slot",
            [](Engine& engine, size_t slot, Bytes target) {
