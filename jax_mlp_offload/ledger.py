@@ -125,8 +125,8 @@ class Ledger:
         return (
             f"optimizer {self.name!r}: the state given to update has ticket {ticket}, but {known}. The moments live in "
             "the store, in one version: an update can only follow the last one. Pass on the state that the last update "
-            "returned, or restore params from a checkpoint and start afresh with init. Two optimizers of one store with the same leaves need a name= each. "
-            "optax.MultiSteps updates at every micro-step from "
+            "returned, or restore params from a checkpoint and start afresh with init. Two optimizers of one store with "
+            "the same leaves need a name= each. optax.MultiSteps updates at every micro-step from "
             "one state: accumulate gradients in the loop instead, with a lax.cond around the real update"
         )
 

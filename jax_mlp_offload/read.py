@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_mlp_offload.errors import OffloadError
 from jax_mlp_offload.state import OffloadState
 from jax_mlp_offload.store import Store, live_stores
-from jax_mlp_offload.transform import Binding, canonical_path
+from jax_mlp_offload.transform import Binding, canonical_path, state_shapes
 
 _Records = dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
 
@@ -89,13 +89,13 @@ def _find(state: OffloadState) -> tuple[Store, Binding]:
     if ticket:
         candidates = _holders(ticket, candidates)
     else:
-        if int(state.count):  # updates without a ticket: an optimizer that keeps nothing in the store
-            candidates = [(store, binding) for store, binding in candidates if not binding.plan.buckets]
+        # updates without a ticket: an optimizer that keeps nothing in the store
+        candidates = [(store, binding) for store, binding in candidates if not binding.plan.buckets]
         if candidates and all(_reference(b) == _reference(candidates[0][1]) for _, b in candidates):
-            candidates = candidates[:1]  # no moments yet, or none at all: one is as good as another
+            candidates = candidates[:1]  # no moments at all: one is as good as another
     if len(candidates) != 1:
         reason = (
-            "no update has been made from it yet, and several optimizers (or none) could be meant; make one first"
+            "several optimizers (or none) could be meant; give each a store of its own"
             if ticket == 0
             else f"no open store holds ticket {ticket}: it is of an earlier step, another process or a closed store; "
             "read the state that the last update returned, before its store is closed"
@@ -121,8 +121,18 @@ def _holders(ticket: int, candidates: list[tuple[Store, Binding]]) -> list[tuple
 
 def _reference(binding: Binding) -> Any:
     """The shapes of optax's state."""
-    shaped = jax.tree.unflatten(binding.treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in binding.shapes])
-    return jax.eval_shape(binding.rule.reference().init, shaped)
+    return state_shapes(binding.rule, binding.treedef, binding.shapes)
+
+
+def _initial() -> Any:
+    """The optax state before the first update, where it is the same for every optimizer that was initialised."""
+    references = [d.initial() for store in live_stores() for d in store.declarations() if d.initial is not None]
+    if not references or any(reference != references[0] for reference in references):
+        raise ValueError(
+            "the moments of this state cannot be told: no update has been made from it yet, and several optimizers "
+            "(or none) could be meant; make one first"
+        )
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), references[0])
 
 
 def _ticket(state: OffloadState) -> int:
@@ -137,6 +147,8 @@ def _records(state: OffloadState, store: Store, binding: Binding) -> _Records | 
 
 
 def _optax_state(state: OffloadState) -> Any:
+    if _ticket(state) == 0 and int(state.count) == 0:
+        return _initial()
     store, binding = _find(state)
     records = _records(state, store, binding)
     reference = _reference(binding)

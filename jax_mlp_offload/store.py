@@ -8,6 +8,7 @@ import dataclasses
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,7 @@ class Declared:
     leaves: Leaves
     given: Given | None = None  # their shardings, if they are known
     device: int | None = None  # ordinal of the one device that they lie on, if they are concrete
+    initial: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)  # shapes of optax's state
 
 
 class Store:
@@ -215,6 +217,11 @@ class Store:
             if key not in self._bound:
                 self._bound[key] = make()
             return self._bound[key]
+
+    def declarations(self) -> list[Declared]:
+        """What every ``init`` saw."""
+        with self._lock:
+            return list(self._declared.values())
 
     def bindings(self) -> list[Any]:
         """Everything that was bound."""

@@ -13,6 +13,7 @@ since ``inject_hyperparams`` runs them many times.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,8 +91,11 @@ def offloaded(rule: Rule, options: Options) -> optax.GradientTransformationExtra
     """The transformation for a rule."""
 
     def init_fn(params: Any) -> OffloadState:
-        leaves, _ = _flatten(params)
-        declared = _declare(leaves, options, params)
+        leaves, treedef = _flatten(params)
+        shapes = tuple(tuple(leaf.shape) for _, leaf in leaves if hasattr(leaf, "shape"))
+        kept = _without_tracers(rule)
+        initial = functools.partial(state_shapes, kept, treedef, shapes)
+        declared = dataclasses.replace(_declare(leaves, options, params), initial=initial)
         options.store.declare(_key(rule, options, leaves), declared)
         return OffloadState(count=jnp.zeros([], jnp.int32), ticket=jnp.zeros([1], jnp.uint32))
 
@@ -274,6 +278,12 @@ def _register(
     program = Program(engine.number, number, plan, bucket_reads, layout.mesh if layout.wrap else None, layout.specs)
     shapes = tuple(shape for _, shape, _ in declared.leaves)
     return Binding(key, name, number, _without_tracers(rule), plan, layout, shapes, treedef, program.make())
+
+
+def state_shapes(rule: Rule, treedef: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """Shapes and dtypes of the state that optax has for float32 params of these (global) shapes."""
+    shaped = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    return jax.eval_shape(rule.reference().init, shaped)
 
 
 def _without_tracers(rule: Rule) -> Rule:

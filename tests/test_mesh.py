@@ -208,3 +208,23 @@ def test_host_only_and_tiers_agree_bitwise_on_a_mesh(two_tiers):
             new, state = train(tx, params, grads, mesh)
             results.append((jax.device_get(new), jax.device_get(jmo.read_masters(state, new))))
     assert_bits_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_explicit_axes_with_gradients_sharded_otherwise(eager):
+    """Replicated gradients for sharded params, and params replicated without a word."""
+    mesh = make_mesh(8, explicit=True)
+    for spec in (P("fsdp", None), P()):
+        params = {"w": np.asarray(np.random.default_rng(0).normal(size=(64, 16)), np.float32)}
+        placed = jax.device_put(params, NamedSharding(mesh, spec))
+        grads = jax.device_put(params, NamedSharding(mesh, P()))
+        with jax.set_mesh(mesh), jmo.Store() as store:
+            tx = jmo.adamw(1e-2, store=store)
+            update = tx.update if eager else jax.jit(tx.update)
+            state, new = tx.init(placed), placed
+            for _ in range(3):
+                updates, state = update(grads, state, new)
+                new = optax.apply_updates(new, updates)
+            jax.block_until_ready(new)
+        expected, _ = run_reference(optax.adamw(1e-2), jax.tree.map(jnp.asarray, params), [params] * 3)
+        assert_close(new, expected)

@@ -237,3 +237,25 @@ def test_hyperparameters_in_jit_of_several_optimizers():
         half, _ = run_reference(optax.adam(1e-1), params, grads[:2])
         expected, _ = run_reference(optax.adam(1e-1), half, grads[2:])
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8), b, expected)
+
+
+def test_state_can_be_read_before_the_first_update():
+    """What init gives is optax's: a template for a checkpoint, or a checkpoint of step 0."""
+    params = make_params(SHAPES)
+    with jmo.Store() as store:
+        state = jmo.adamw(1e-2, store=store).init(params)
+        assert_bits_equal(jmo.read_state(state), optax.adamw(1e-2).init(params))
+        jmo.sgd(1e-2, store=store).init(params)
+        with pytest.raises(ValueError, match="cannot be told"):
+            jmo.read_state(state)
+
+
+def test_leaving_the_store_waits_for_dispatched_steps():
+    params = {"w": jnp.ones((2048, 512))}
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, store=store)
+        step, state, new = make_step(tx), tx.init(params), params
+        for _ in range(10):
+            new, state = step(new, state, params)
+    assert np.isfinite(np.asarray(new["w"])).all()
+    assert int(state.count) == 10
