@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import pathlib
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ import optax
 import jax_mlp_offload as jmo
 from benchmarks import limit, pump, report, step_report, workload
 from benchmarks.limit import Bandwidth, Overlap
+from benchmarks.run import Run
 from benchmarks.trace import Trace
 from jax_mlp_offload import native
 from jax_mlp_offload.sizes import parse_bytes
@@ -48,35 +48,6 @@ class Tier:
     file: jmo.File
     label: str
     bandwidth: Bandwidth | None
-
-
-@dataclasses.dataclass
-class Run:
-    """What was measured; steps without the warm-up. Times of ``steps`` are (begin, end) of the engine's clock."""
-
-    load: workload.Workload
-    steps: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    trace: Trace | None = None
-    record_bytes: list[int] = dataclasses.field(default_factory=list)
-    stats: dict[str, Any] = dataclasses.field(default_factory=dict)  # at the end
-    stats_before: dict[str, Any] = dataclasses.field(default_factory=dict)  # after the warm-up
-    events: int = 0  # that the driver handled
-    driver_cpu_s: float = 0.0
-    process_cpu_s: float = 0.0
-    page_faults: int = 0
-    imported_bytes: int = 0  # resident before anything was made
-    peak_bytes: int = 0  # resident, most after the warm-up
-    steady_bytes: int = 0  # resident after the last step
-
-    @property
-    def step_s(self) -> list[float]:
-        """Seconds of each step."""
-        return [end_s - begin_s for begin_s, end_s in self.steps]
-
-    @property
-    def median_s(self) -> float:
-        """Median seconds of a step."""
-        return statistics.median(self.step_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import report
 from benchmarks.limit import Bandwidth, Overlap, UpdateLimit, ideal_shares
+from benchmarks.run import Run
 from benchmarks.trace import READ, UPDATE, WRITE, Span, activity
 from jax_mlp_offload.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from benchmarks.step import Run
 
 _MB = 1e6
 
