@@ -186,7 +186,7 @@ void test_conversions() {
       const Case what{{jmo::Rule::kSgd, type, DType::kBF16, DType::kF32, true, false}, grad, false};
       State state(what, count, 0);
       for (size_t i = 0; i < values.size(); ++i) state.param.set_bits(i, 0), state.grad.set(i, values[i]);
-      const float hyper[] = {1.0f, 0.0f};
+      const float hyper[jmo::kAdamHyperCount] = {1.0f};
       State expected = state;
       reference_step(expected, hyper, true, {});
       for (const char* set : kSets) {
