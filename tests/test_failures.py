@@ -76,7 +76,8 @@ def test_failing_tier_raises_on_all_devices_in_the_next_update(devices, is_write
         start_s = time.monotonic()
         with pytest.raises(jax.errors.JaxRuntimeError, match="Input/output error") as caught:
             jax.block_until_ready(step(failed, poisoned, batch))
-        assert time.monotonic() - start_s < 1.0
+        # well under a second here; devices that wait for each other would take 40 s, and abort the process
+        assert time.monotonic() - start_s < 10.0
         assert str(tmp_path) in str(caught.value)
         assert "w" in str(caught.value)
         with pytest.raises(jmo.TierError, match=r"Input/output error.*\['w"):
@@ -172,12 +173,12 @@ def test_silent_storage_meets_the_deadline(tmp_path):
 
         state = tx.init(params)
         params, state = jax.block_until_ready(step(params, state))
-        native.inject_fault(str(tmp_path), is_write=False, min_delay_s=4.0, max_delay_s=4.0)
+        native.inject_fault(str(tmp_path), is_write=False, min_delay_s=12.0, max_delay_s=12.0)
         start_s = time.monotonic()
         params, state = jax.block_until_ready(step(params, state))
         with pytest.raises(jax.errors.JaxRuntimeError, match="gave no answer for 1 s"):
             jax.block_until_ready(step(params, state))
-        assert time.monotonic() - start_s < 3.5
+        assert time.monotonic() - start_s < 10.0
         store._close_quietly()
 
 
@@ -229,5 +230,5 @@ def test_stale_replay_on_a_mesh_with_collectives_does_not_hang(tmp_path):
         start_s = time.monotonic()
         with pytest.raises(jax.errors.JaxRuntimeError, match="can only follow the last one"):
             jax.block_until_ready(step(p1, s1, batch))
-        assert time.monotonic() - start_s < 2.0
+        assert time.monotonic() - start_s < 10.0
         jax.block_until_ready(step(p2, s2, batch))

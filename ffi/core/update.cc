@@ -33,7 +33,10 @@ constexpr Build kBuilds[] = {
               __builtin_cpu_supports("f16c");
      }},
     {"avx2", kernels::run_avx2,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }},
+     [] {
+       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c");
+     }},
 #endif
     {"baseline", kernels::run_baseline, [] { return true; }},
 };

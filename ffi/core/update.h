@@ -1,10 +1,10 @@
 // The fused update of one run of elements: what a rule needs to know, and where its operands lie.
 //
 // What always holds: a run gives the same bits whatever the number of threads and the vector width. No
-// operation is contracted or reassociated, division and square root are true ones, and every hyperparameter
-// comes in as an operand. Denormals are flushed on input and output, as XLA's CPU backend does (the kernel
-// threads set that mode themselves). Thread contract: update_run may be called from many threads at once over
-// disjoint runs.
+// operation is contracted or reassociated, division and square root are correctly rounded, and every
+// hyperparameter comes in as an operand. Denormals are flushed on input and output, as XLA's CPU backend does
+// (the kernel threads set that mode themselves). Thread contract: update_run may be called from many threads
+// at once over disjoint runs.
 #pragma once
 
 #include <cstddef>

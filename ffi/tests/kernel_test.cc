@@ -1,6 +1,7 @@
 // The fused update: bit for bit against the reference of kernel_reference.h. Every rule and element type,
 // every instruction set, odd sizes and addresses, special values, fresh records, adopted params.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -37,6 +38,11 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kRounds = 60;
+#else
+constexpr int kRounds = 3000;
+#endif
 const char* kSets[] = {"avx512", "avx2", "baseline"};
 
 void report(const State& expected, const State& got, const char* set, int step) {
@@ -146,6 +152,61 @@ void test_hash() {
   }
 }
 
+// What changes many params of a cell is noticed as what changes one: nothing cancels.
+void test_hash_of_many_changes() {
+  Random random(5);
+  for (DType type : {DType::kBF16, DType::kF16}) {
+    const Case what{{jmo::Rule::kSgd, type, DType::kF32, DType::kF32, false, false}, DType::kF32, false};
+    const float hyper[jmo::kAdamHyperCount] = {-0.0f};
+    const uint32_t exponent_step = type == DType::kBF16 ? 0x80u : 0x400u;
+    for (const bool constant : {false, true}) {
+      State state(what, jmo::kCellElements, 0);
+      for (size_t i = 0; i < jmo::kCellElements; ++i) {
+        state.param.set(i, constant ? 1.0f : 0.25f + static_cast<float>(random.bits() % 512u) * 0.001f);
+        state.grad.set(i, 0.0f);
+      }
+      jmo::update_run(what.spec, hyper, state.segment(), 0, state.count, true);
+      const State before = state;
+      const auto check_noticed = [&](auto change) {
+        change(state.param);
+        const bool same = state.param.bytes == before.param.bytes;
+        CHECK_EQ(jmo::update_run(what.spec, hyper, state.segment(), 0, state.count, false), same ? 0 : 1);
+        state.param.bytes = before.param.bytes;
+        state.cells = before.cells;
+      };
+      const auto flip = [](Array& params, size_t at, uint32_t bits) {
+        params.set_bits(at, params.get_bits(at) ^ bits);
+      };
+      for (int round = 0; round < kRounds; ++round) {
+        const size_t a = random.bits() % jmo::kCellElements;
+        const size_t b = (a + 1 + random.bits() % (round % 2 == 0 ? 8u : 4095u)) % jmo::kCellElements;
+        const size_t few = 2 + random.bits() % 6;
+        check_noticed([&](Array& p) { flip(p, a, 1u << round % 15); });
+        check_noticed([&](Array& p) { flip(p, a, 0x8000u), flip(p, b, 0x8000u); });
+        check_noticed([&](Array& p) {
+          const uint32_t kept = p.get_bits(a);
+          p.set_bits(a, p.get_bits(b)), p.set_bits(b, kept);
+        });
+        check_noticed([&](Array& p) {
+          for (size_t k = 0; k < few; ++k) flip(p, (a + k * (b - a)) % jmo::kCellElements, 0x8000u);
+        });
+      }
+      for (size_t length : {size_t{2}, size_t{64}, size_t{512}, size_t{2048}, size_t{4096}}) {
+        for (size_t from = 0; from + length <= jmo::kCellElements; from += std::max(length, size_t{62})) {
+          const auto change_all = [&](auto change) {
+            check_noticed([&](Array& p) {
+              for (size_t k = from; k < from + length; ++k) p.set_bits(k, change(p.get_bits(k)));
+            });
+          };
+          change_all([](uint32_t) { return 0u; });
+          change_all([](uint32_t bits) { return bits ^ 0x8000u; });
+          change_all([&](uint32_t bits) { return bits - exponent_step; });
+        }
+      }
+    }
+  }
+}
+
 // A master must come back exactly through many small steps that do not move its param.
 void test_small_steps_add_up() {
   const Case what{
@@ -201,6 +262,87 @@ void test_conversions() {
   jmo::force_isa("");
 }
 
+// A float of any exponent, more often a zero or near the limits of divide.inl.
+float any_size(Random& random, uint32_t kind) {
+  static const uint32_t kExponents[] = {0, 1, 2, 5, 8, 11, 22, 31, 32, 33, 127, 220, 253, 254, 255};
+  if (kind == 0) return 0.0f;
+  const uint32_t exponent = kind < 4   ? kExponents[random.bits() % (sizeof kExponents / sizeof *kExponents)]
+                            : kind < 8 ? random.bits() % 256u
+                                       : 100u + random.bits() % 28u;
+  return reference::float_of((random.bits() & 0x807FFFFFu) | exponent << 23);
+}
+
+// Moments, gradients and corrections of all sizes: in some vectors one lane is odd, in some all are, in most
+// none.
+void test_sizes() {
+  const int64_t count = 3 * jmo::kCellElements + 100;
+  Random random(11);
+  for (int variant = 0; variant < 16; ++variant) {
+    const DType param = (variant & 1) != 0 ? DType::kBF16 : DType::kF32;
+    const DType grad = (variant & 2) != 0 ? DType::kBF16 : DType::kF32;
+    const RuleSpec spec{jmo::Rule::kAdam, param, DType::kF32, DType::kF32, true, (variant & 4) != 0};
+    State state({spec, grad, (variant & 8) != 0}, count, 0);
+    for (size_t i = 0; i < static_cast<size_t>(count); ++i) {  // a param of 0 shows all bits of its update
+      const float tiny = reference::float_of(0x00800000u + (random.bits() & 0x817F0000u));
+      state.param.set(i, i % 3 == 0 ? 0.0f : i % 3 == 1 && i / 64 % 4 < 2 ? tiny : any_size(random, 9));
+      state.grad.set(i, 0.0f);
+    }
+    std::vector<float> hyper = hyper_for(spec, 3);
+    State first = state;
+    const std::vector<uint16_t> stored = reference_step(first, hyper.data(), true, {});
+    jmo::update_run(spec, hyper.data(), state.segment(), 0, count, true);
+    const std::vector<bool> adopted(static_cast<size_t>(jmo::cells_of(count)), false);
+    for (size_t i = 0; param != DType::kF32 && i < stored.size(); ++i) state.param.set_bits(i, stored[i]);
+    for (float c1 : {0.1f, 1.0f, 0x1.fffffep-1f, 0.3439f, 0x1p-30f, 0x1p-31f, 1.5f, 0.0f}) {
+      hyper[jmo::kBiasCorrection1] = c1;
+      hyper[jmo::kBiasCorrection2] = c1 == 0.1f ? 0.001f : 0.75f * c1;
+      hyper[jmo::kEps] = c1 == 0.3439f ? 1.0f : c1 == 0x1.fffffep-1f ? 0.0f : 1e-8f;
+      hyper[jmo::kEpsRoot] = c1 == 1.0f ? 1e-20f : 0.0f;
+      for (size_t i = 0, lane = 0; i < static_cast<size_t>(count); ++i) {
+        if (i % 64 == 0) lane = random.bits() % 64;
+        const bool odd = i / 64 % 4 == 0 || i % 64 == lane;
+        const auto size = [&] { return any_size(random, odd ? random.bits() % 12 : 9); };
+        state.mu.set_bits(i, reference::bits_of(size()));
+        state.nu.set_bits(i, reference::bits_of(size()) & (random.bits() % 16 == 0 ? ~0u : 0x7FFFFFFFu));
+        state.grad.set(i, size() * 1e-3f);
+      }
+      State expected = state;
+      reference_step(expected, hyper.data(), false, adopted);
+      for (const char* set : kSets) {
+        if (!jmo::force_isa(set)) continue;
+        State got = state;
+        CHECK_EQ(jmo::update_run(spec, hyper.data(), got.segment(), 0, count, false), 0);
+        if (!(got == expected)) report(expected, got, set, variant);
+        CHECK(got == expected);
+      }
+      jmo::force_isa("");
+    }
+  }
+}
+
+// Where the difference of two params is too small for a float, apply_updates stores the old one.
+void test_lost_difference() {
+  const RuleSpec spec{jmo::Rule::kAdam, DType::kBF16, DType::kF32, DType::kF32, true, false};
+  const float hyper[] = {-0x1p-31f, 1.0f, 0.0f, 1.0f, 0.0f, 1.0f, 0.0f, 0.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+  for (size_t odd = 0; odd < 64; ++odd) {
+    State state({spec, DType::kBF16, false}, 64, 0);
+    for (size_t i = 0; i < 64; ++i) state.param.set_bits(i, 0x0100u), state.grad.set_bits(i, 0);
+    jmo::update_run(spec, hyper, state.segment(), 0, 64, true);
+    state.master.set_bits(odd, 0x7FFFu);
+    state.mu.set(odd, 0x1p-95f);  // an update of -2^-126
+    State expected = state;
+    CHECK_EQ(reference_step(expected, hyper, false, {false})[odd], 0x0100);
+    CHECK_EQ(expected.out.get_bits(odd), 0x0081u);
+    for (const char* set : kSets) {
+      if (!jmo::force_isa(set)) continue;
+      State got = state;
+      CHECK_EQ(jmo::update_run(spec, hyper, got.segment(), 0, 64, false), 0);
+      CHECK(got == expected && got.cells == state.cells);  // what is stored has not changed
+    }
+  }
+  jmo::force_isa("");
+}
+
 void test_isa_names() {
   CHECK(!jmo::force_isa("mmx"));
   CHECK(jmo::force_isa("baseline"));
@@ -215,8 +357,11 @@ int main() {
   test_isa_names();
   test_conversions();
   test_hash();
+  test_hash_of_many_changes();
   test_small_steps_add_up();
   test_all_types();
+  test_sizes();
+  test_lost_difference();
   std::printf("kernel_test: ok (best instruction set: %s)\n", jmo::isa_in_use());
   return 0;
 }

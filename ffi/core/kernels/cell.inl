@@ -6,54 +6,122 @@
 
 // ---- the hash of a cell
 
-using VHalves = uint16_t __attribute__((vector_size(kLanes * 4)));  // as many as fill a vector
-using VShorts = int16_t __attribute__((vector_size(kLanes * 4)));
-
-// Every NaN is one value, and all that XLA may flush is +0: neither tells that a param was replaced.
-JMO_INLINE VHalves canonical_params(VHalves bits, uint16_t exponent_mask) {
-  const VHalves number = (bits & exponent_mask) == 0 ? VHalves{} : bits;
-  const VShorts magnitude = reinterpret_cast<VShorts>(bits & 0x7FFF);
-  return magnitude > static_cast<int16_t>(exponent_mask) ? VHalves{} + uint16_t{0x7FFF} : number;
-}
-JMO_INLINE uint32_t canonical_param(uint32_t bits, uint32_t exponent_mask) {
-  return (bits & 0x7FFFu) > exponent_mask ? 0x7FFFu : (bits & exponent_mask) == 0 ? 0u : bits;
-}
-
-// MurmurHash3's finalizer: a bijection in which each bit moves all others, so that neither one change in a
-// cell nor like changes in several (signs, exponents) cancel in the sum.
-template <typename Bits>
-JMO_INLINE Bits mixed(Bits word) {
-  word ^= word >> 16;
-  word *= 0x85EBCA6Bu;
-  word ^= word >> 13;
-  word *= 0xC2B2AE35u;
-  return word ^ (word >> 16);
-}
-
-// The share of `n` params in the hash of their cell: a sum over pairs of the mixed pair and its place.
-// `first` (even) is the place of the first one within the cell; an odd last one is paired with 0.
-uint32_t hash_params(const u16u* params, DType type, int first, int n) {
-  constexpr uint32_t kPlace = 0x9E3779B1u;
-  const uint16_t exponent_mask = type == DType::kBF16 ? 0x7F80 : 0x7C00;
-  uint32_t place = static_cast<uint32_t>(first / 2 + 1) * kPlace;
-  VUint places{}, sums{};
-  for (int lane = 0; lane < kLanes; ++lane) places[lane] = place + static_cast<uint32_t>(lane) * kPlace;
-  int i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    VHalves bits;
-    __builtin_memcpy(&bits, params + i, sizeof bits);
-    sums += mixed(reinterpret_cast<VUint>(canonical_params(bits, exponent_mask)) ^ places);
-    places += kPlace * kLanes;
+// A block's sum, after NH (Black et al., UMAC, CRYPTO 1999): each param is added to the key of its place, and
+// each four make one product, (first two) * (last two), of 32-bit words. So one changed param changes the sum
+// unless the other word is 0, and what several changes do to it depends on their places and on their
+// neighbours: neither signs, exponents nor exchanged params cancel. Its products are summed modulo 2^64, in
+// any order.
+struct Keys {
+  alignas(64) uint16_t of[kBlock];
+  constexpr Keys() : of() {
+    uint64_t state = 0;
+    for (int i = 0; i < kBlock;) {  // splitmix64
+      uint64_t word = state += 0x9E3779B97F4A7C15u;
+      word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
+      word = (word ^ word >> 27) * 0x94D049BB133111EBu;
+      of[i] = static_cast<uint16_t>(word >> 40);
+      // Two that differ, or a word of two equal params might be 0.
+      if (i % 2 == 0 || of[i] != of[i - 1]) ++i;
+    }
   }
-  uint32_t sum = 0;
-  for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
-  place += static_cast<uint32_t>(i / 2) * kPlace;
-  for (; i < n; i += 2, place += kPlace) {
-    const uint32_t low = canonical_param(params[i], exponent_mask);
-    const uint32_t high = i + 1 < n ? canonical_param(params[i + 1], exponent_mask) : 0u;
-    sum += mixed((low | high << 16) ^ place);
+};
+constexpr Keys kKeys;
+constexpr int kGroup = 4;
+
+JMO_INLINE VLong products(VHalves keyed) {
+  const VLong words = reinterpret_cast<VLong>(keyed);
+#if defined(__AVX512F__)
+  return reinterpret_cast<VLong>(
+      _mm512_maskz_mul_epu32(0xFF, reinterpret_cast<__m512i>(words), reinterpret_cast<__m512i>(words >> 32)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<VLong>(
+      _mm256_mul_epu32(reinterpret_cast<__m256i>(words), reinterpret_cast<__m256i>(words >> 32)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<VLong>(
+      _mm_mul_epu32(reinterpret_cast<__m128i>(words), reinterpret_cast<__m128i>(words >> 32)));
+#else
+  return (words & 0xFFFFFFFFu) * (words >> 32);
+#endif
+}
+
+JMO_INLINE uint64_t total(VLong sums) {
+  uint64_t sum = 0;
+  for (int lane = 0; lane < kLanes / 2; ++lane) sum += sums[lane];
+  return sum;
+}
+
+// What is known of params that are summed. All that XLA may flush counts as +0, and every NaN as one: neither
+// tells that a param was replaced.
+enum class Form { kAny, kNumbers, kCanonical };
+
+template <Form kForm>
+JMO_INLINE uint16_t keyed(uint16_t bits, uint16_t exponent_mask, uint16_t key) {
+  if (kForm != Form::kCanonical && (bits & exponent_mask) == 0) bits = 0;
+  if (kForm == Form::kAny && (bits & 0x7FFF) > exponent_mask) bits = 0x7FFF;
+  return static_cast<uint16_t>(bits + key);
+}
+template <Form kForm>
+JMO_INLINE VHalves keyed(VHalves bits, VHalves exponent_mask, VHalves key) {
+  if constexpr (kForm == Form::kCanonical) return bits + key;
+  if constexpr (kForm == Form::kAny) {
+    const VShorts magnitude = reinterpret_cast<VShorts>(bits & 0x7FFF);
+    bits = magnitude > reinterpret_cast<VShorts>(exponent_mask) ? VHalves{} + uint16_t{0x7FFF} : bits;
+  }
+#if defined(__AVX512F__)
+  const __m512i words = reinterpret_cast<__m512i>(bits), key_words = reinterpret_cast<__m512i>(key);
+  const __mmask32 normal = _mm512_test_epi16_mask(words, reinterpret_cast<__m512i>(exponent_mask));
+  return reinterpret_cast<VHalves>(_mm512_mask_add_epi16(key_words, normal, words, key_words));
+#else
+  return ((bits & exponent_mask) == 0 ? VHalves{} : bits) + key;
+#endif
+}
+
+// The sum over `n` params of a block, of which the first has place `at`, a multiple of kGroup.
+template <Form kForm>
+uint64_t sum_params(const u16u* params, DType type, int at, int n) {
+  const uint16_t exponent_mask = type == DType::kBF16 ? 0x7F80 : 0x7C00;
+  const VHalves masks = VHalves{} + exponent_mask;
+  VLong sums{};
+  int i = 0;
+  for (; i + kPair <= n; i += kPair) {
+    sums += products(keyed<kForm>(load(params + i), masks, load(kKeys.of + at + i)));
+  }
+  uint64_t sum = total(sums);
+  for (; i < n; i += kGroup) {  // what is missing in the last group is 0
+    uint16_t group[kGroup];
+    for (int k = 0; k < kGroup; ++k) {
+      const uint16_t bits = i + k < n ? params[i + k] : uint16_t{0};
+      group[k] = keyed<kForm>(bits, exponent_mask, kKeys.of[at + i + k]);
+    }
+    uint32_t words[2];
+    __builtin_memcpy(words, group, sizeof words);
+    sum += uint64_t{words[0]} * words[1];
   }
   return sum;
+}
+
+// What a block adds to the hash of its cell: MurmurHash3's 64-bit finalizer, in which each bit moves all
+// others.
+JMO_INLINE uint32_t share(uint64_t sum, int block) {
+  uint64_t word = sum + static_cast<uint64_t>(block + 1) * 0x9E3779B97F4A7C15u;
+  word = (word ^ word >> 33) * 0xFF51AFD7ED558CCDu;
+  word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53u;
+  return static_cast<uint32_t>(word >> 32);
+}
+
+template <Form kForm>
+uint32_t hash_params(const u16u* params, DType type, int n) {
+  uint32_t hash = 0;
+  for (int at = 0; at < n; at += kBlock) {
+    hash += share(sum_params<kForm>(params + at, type, 0, n - at < kBlock ? n - at : kBlock), at / kBlock);
+  }
+  return hash;
+}
+
+// Whether a cell holds what its hash says. Nearly always its params are canonical.
+bool has_hash(const u16u* params, DType type, int n, uint32_t hash) {
+  return hash_params<Form::kCanonical>(params, type, n) == hash ||
+         hash_params<Form::kAny>(params, type, n) == hash;
 }
 
 // ---- streaming stores

@@ -12,7 +12,7 @@ using RunFn = int64_t (*)(const RuleSpec& spec, const float* hyper, const Segmen
 int64_t run_baseline(const RuleSpec&, const float*, const Segment&, int64_t, int64_t, bool);
 #if defined(__x86_64__)
 int64_t run_avx2(const RuleSpec&, const float*, const Segment&, int64_t, int64_t,
-                 bool);  // needs AVX2 and F16C
+                 bool);  // needs AVX2, FMA and F16C
 int64_t run_avx512(const RuleSpec&, const float*, const Segment&, int64_t, int64_t,
                    bool);  // needs F, BW, DQ and VL
 #endif

@@ -2,13 +2,12 @@
 // this file.
 //
 // 1. A run is cut into cells and a cell into blocks, whose widened operands and results fit the first-level
-// cache.
-// 2. A 16-bit cell is first compared with its hash: on a mismatch its params came from outside and its
-// masters are
-//    the params themselves.
+//    cache.
+// 2. A 16-bit cell is first compared with its hash: on a mismatch its params came from outside, and they are
+//    its masters.
 // 3. A block: widen gradients, moments (f32 ones are used where they lie) and masters; apply the rule; narrow
-// the
-//    moments; form what goes out and what is kept of the masters; hash the params that will be stored.
+//    the moments; form what goes out and what is kept of the masters; sum the params that will be stored, for
+//    the hash. The most frequent case does all this in one loop (fused.inl).
 //
 // What always holds: no weak symbol leaves these files, or the linker might keep the copy of a shared inline
 // function that was compiled for a newer processor. So everything here has internal linkage, and no function
@@ -31,13 +30,17 @@
 namespace jmo::kernels::JMO_ISA {
 namespace {
 
+constexpr int kBlock = 512;
+
 // clang-format off: each uses the ones before it
+#include "ffi/core/kernels/vector.inl"
+#include "ffi/core/kernels/divide.inl"
 #include "ffi/core/kernels/convert.inl"
 #include "ffi/core/kernels/cell.inl"
 #include "ffi/core/kernels/rules.inl"
+#include "ffi/core/kernels/fused.inl"
 // clang-format on
 
-constexpr int kBlock = 512;
 static_assert(kCellElements % kBlock == 0 && kBlock % 32 == 0, "blocks tile a cell and hold whole vectors");
 
 alignas(64) const float kZeros[kBlock] = {};
@@ -73,23 +76,24 @@ void narrow(const float* from, DType type, u16u* to, int n) {
   type == DType::kBF16 ? narrow_bf16(from, to, n) : narrow_f16(from, to, n);
 }
 
-// Whether one loop does it all (rules.inl: adam_bf16).
-bool is_fused(const RuleSpec& spec, DType grad) {
+// Whether one loop does it all (fused.inl).
+bool is_fused(const RuleSpec& spec, const AdamFactors& factors, DType grad) {
   return spec.rule == Rule::kAdam && spec.param == DType::kBF16 && spec.mu == DType::kF32 &&
-         spec.nu == DType::kF32 && grad != DType::kF16;
+         spec.nu == DType::kF32 && grad != DType::kF16 && (factors.divides || !kMultiplies);
 }
 
 struct Runner {
   const RuleSpec& spec;
   const float* hyper;
+  const AdamFactors& factors;
   const Segment& segment;
   const bool fresh;
   const bool fused;
   Scratch& scratch;
 
   bool cell_is_ours(int64_t begin, int n) {
-    const uint32_t hash = hash_params(as_u16(at(segment.param, spec.param, begin)), spec.param, 0, n);
-    return hash == segment.cells[begin / kCellElements];
+    return has_hash(as_u16(at(segment.param, spec.param, begin)), spec.param, n,
+                    segment.cells[begin / kCellElements]);
   }
 
   // Masters of a block; without `trust` they are the params themselves.
@@ -120,23 +124,21 @@ struct Runner {
       in.nu = fresh ? kZeros : widened(nu, spec.nu, scratch.nu, n);
       in.nu_out = spec.nu == DType::kF32 ? as_f32(nu) : scratch.nu;
     }
-    apply_rule(spec, segment.decay, hyper, in, n);
+    spec.rule == Rule::kAdam ? apply_adam(spec, segment.decay, factors, in, n)
+                             : apply_sgd(spec, hyper, in, n);
     if (mu != nullptr && spec.mu != DType::kF32) narrow(scratch.mu, spec.mu, as_u16(mu), n);
     if (nu != nullptr && spec.nu != DType::kF32) narrow(scratch.nu, spec.nu, as_u16(nu), n);
   }
 
-  void block_fused(int64_t begin, int n) {
+  uint64_t block_fused(int64_t begin, int n) {
     Bf16Operands in{};
     in.grad = at(segment.grad, segment.grad_type, begin);
     in.param = as_u16(at(segment.param, DType::kBF16, begin));
     in.mu = as_f32(at(segment.mu, DType::kF32, begin));
     in.nu = as_f32(at(segment.nu, DType::kF32, begin));
     in.remainder = as_u16(at(segment.master, DType::kBF16, begin));
-    in.master = scratch.master;
-    in.update = scratch.update;
     in.next = scratch.next;
-    in.stored = scratch.stored;
-    apply_adam_bf16(spec, segment.grad_type, segment.decay, hyper, in, n);
+    return apply_adam_bf16(spec, segment.grad_type, segment.decay, factors, in, n);
   }
 
   void finish_bf16_block(int64_t begin, const f32u* master, int n) {
@@ -156,23 +158,25 @@ struct Runner {
              as_f32(at(segment.master, DType::kF32, begin)), n);
   }
 
-  // Returns the share of this block in its cell's hash.
-  uint32_t block(int64_t begin, bool trust, int n) {
+  // Returns the sum of the params that will be stored.
+  uint64_t block(int64_t begin, bool trust, int n) {
     char* out = at(segment.out, spec.param, begin);
     if (spec.param == DType::kF32) {
       apply(begin, segment.decay ? as_f32(at(segment.param, DType::kF32, begin)) : nullptr, n);
       stream_out(out, reinterpret_cast<const char*>(scratch.update), static_cast<size_t>(n) * 4);
       return 0;
     }
+    uint64_t sum;
     if (trust && fused) {
-      block_fused(begin, n);
+      sum = block_fused(begin, n);
     } else {
       const f32u* master = masters(begin, trust, n);
       apply(begin, master, n);
       spec.param == DType::kBF16 ? finish_bf16_block(begin, master, n) : finish_f16_block(begin, master, n);
+      sum = sum_params<Form::kAny>(scratch.stored, spec.param, 0, n);
     }
     stream_out(out, reinterpret_cast<const char*>(scratch.next), static_cast<size_t>(n) * 2);
-    return hash_params(scratch.stored, spec.param, static_cast<int>(begin % kCellElements), n);
+    return sum;
   }
 
   // Returns whether the params of the cell were replaced from outside.
@@ -181,7 +185,8 @@ struct Runner {
     const bool adopted = guarded && !fresh && !cell_is_ours(begin, n);
     uint32_t hash = 0;
     for (int done = 0; done < n; done += kBlock) {
-      hash += block(begin + done, !fresh && !adopted, n - done < kBlock ? n - done : kBlock);
+      const uint64_t sum = block(begin + done, !fresh && !adopted, n - done < kBlock ? n - done : kBlock);
+      if (guarded) hash += share(sum, done / kBlock);
     }
     if (guarded) segment.cells[begin / kCellElements] = hash;
     return adopted;
@@ -191,7 +196,9 @@ struct Runner {
 int64_t run(const RuleSpec& spec, const float* hyper, const Segment& segment, int64_t begin, int64_t end,
             bool fresh) {
   Scratch scratch;  // left uninitialised: each block fills what it reads
-  Runner runner{spec, hyper, segment, fresh, is_fused(spec, segment.grad_type), scratch};
+  const AdamFactors factors = spec.rule == Rule::kAdam ? adam_factors(hyper, spec.nesterov) : AdamFactors{};
+  const bool fused = is_fused(spec, factors, segment.grad_type);
+  Runner runner{spec, hyper, factors, segment, fresh, fused, scratch};
   int64_t adopted = 0;
   for (; begin < end; begin += kCellElements) {
     const int64_t rest = end - begin;

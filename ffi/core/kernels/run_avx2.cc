@@ -1,4 +1,5 @@
-// The fused update for AVX2 and F16C (flags.cmake sets the compile flags). Thread contract: as update_run.
+// The fused update for AVX2, FMA and F16C (flags.cmake sets the compile flags). Thread contract: as
+// update_run.
 #if defined(__x86_64__)
 #include "ffi/core/kernels/run.h"
 
