@@ -37,8 +37,8 @@ def bytes_per_param(dtype: str, decay: bool) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel", description=__doc__)
-    parser.add_argument("--elements", type=float, default=16 * 2**20, help="params; far more than fit the caches")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--elements", type=float, default=48 * 2**20, help="params; far more than fit the caches")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", default=str(report.RESULTS / "kernel.json"), help="where the figures go")
     args = parser.parse_args(arguments)
     elements = int(args.elements)
