@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jax_mlp_offload.errors import OffloadError
 from jax_mlp_offload.state import OffloadState
@@ -179,10 +179,10 @@ def _section(binding: Binding, records: _Records | None, leaf: int, section: str
         return jnp.zeros(shape, dtype)
     shards = {device: _shard(binding, records, leaf, place, device, section, dtype) for device in layout.devices}
     if layout.mesh is None or not layout.wrap:
-        return jnp.array(shards[layout.devices[0]].reshape(shape), copy=True)
-    sharding = NamedSharding(layout.mesh, layout.specs[leaf] if layout.specs else PartitionSpec())
+        return jnp.asarray(shards[layout.devices[0]].reshape(shape))
+    sharding = NamedSharding(layout.mesh, layout.specs[leaf])
     by_id = {d.id: d for d in layout.mesh.devices.flat}
-    arrays = [jax.device_put(shards[i].reshape(shard_shape).copy(), by_id[i]) for i in layout.devices]
+    arrays = [jax.device_put(shards[i].reshape(shard_shape), by_id[i]) for i in layout.devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
@@ -225,7 +225,7 @@ def _shard(
         else:
             at = offset + (low - first) * element_bytes
             parts.append(record[at : at + (high - low) * element_bytes].view(dtype))
-    return np.concatenate(parts)
+    return np.concatenate(parts)  # a copy, also of one part: the records are not handed out
 
 
 @jax.jit

@@ -177,11 +177,7 @@ def _declare(leaves: Sequence[tuple[str, Any]], options: Options, params: Any) -
                 "it out with optax.masked or optax.partition"
             )
     arrays = [leaf for _, leaf in leaves]
-    given: shardings.Given | None
-    if options.param_specs is not None:
-        given = shardings.specs_of_tree(options.param_specs, params, options.mesh)
-    else:
-        given = shardings.specs_of_leaves(arrays, options.mesh)
+    given = _given(options, params, arrays, options.mesh)
     concrete = [leaf for leaf in arrays if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     if given is not None or concrete:
         shardings.resolve(options.mesh, given, arrays, [path for path, _ in leaves], None)
@@ -189,6 +185,13 @@ def _declare(leaves: Sequence[tuple[str, Any]], options: Options, params: Any) -
     if given is None and concrete and len(concrete[0].devices()) == 1:
         device = next(iter(concrete[0].devices())).id
     return Declared(_fingerprint(leaves), given, device)
+
+
+def _given(options: Options, params: Any, leaves: Sequence[Any], mesh: Mesh | None) -> shardings.Given | None:
+    """The params' shardings: as the user gave them, else as the leaves carry them; None if neither tells."""
+    if options.param_specs is not None:
+        return shardings.specs_of_tree(options.param_specs, params, options.mesh)
+    return shardings.specs_of_leaves(leaves, mesh)
 
 
 def _check_gradients(grads: Sequence[Any], leaves: Sequence[tuple[str, Any]]) -> None:
@@ -213,13 +216,10 @@ def _bind(
     key = _key(rule, options, leaves)
     declared = _declared(rule, options, leaves, key, have_params)
     paths = [path for path, _ in leaves]
-    given: shardings.Given | None
-    if options.param_specs is not None:
-        given = shardings.specs_of_tree(options.param_specs, shaped, options.mesh)
-    else:
-        seen = options.mesh or (declared.given and declared.given[0])
-        given = shardings.specs_of_leaves([leaf for _, leaf in leaves], seen) or declared.given
-    layout = shardings.resolve(options.mesh, given, [leaf for _, leaf in leaves], paths, declared.device)
+    arrays = [leaf for _, leaf in leaves]
+    seen = options.mesh or (declared.given[0] if declared.given else None)
+    given = _given(options, shaped, arrays, seen) or declared.given
+    layout = shardings.resolve(options.mesh, given, arrays, paths, declared.device)
     flags = jax.tree.leaves(decay_flags(rule.mask, shaped))
     decays = [bool(flag) and rule.decays for flag in flags]
     dtypes = [dtype for _, _, dtype in declared.leaves]
