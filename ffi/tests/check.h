@@ -11,6 +11,15 @@
 #include <string>
 #include <type_traits>
 
+// Defined where a sanitizer is on, under which long tests take a subset.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define JMO_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define JMO_SANITIZED 1
+#endif
+#endif
+
 namespace jmo_test {
 
 [[noreturn]] inline void fail(const char* file, int line, const std::string& what) {

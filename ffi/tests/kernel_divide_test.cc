@@ -14,14 +14,6 @@
 #include "ffi/tests/check.h"
 #include "ffi/tests/kernel_fixture.h"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define JMO_SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define JMO_SANITIZED 1
-#endif
-#endif
-
 namespace {
 
 #ifdef JMO_SANITIZED
