@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, and no store left open by one."""
+"""Eight CPU devices for every test; no store left open and no injected fault left behind by one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_store_left_open():
+def _nothing_left_behind():
+    from jax_mlp_offload import native
     from jax_mlp_offload.store import live_stores
 
     before = set(live_stores())
     yield
+    native.clear_faults()
     left = [store for store in live_stores() if store not in before]
     for store in left:
         store._close_quietly()

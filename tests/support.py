@@ -12,6 +12,7 @@ import optax
 import jax_mlp_offload as jmo
 
 BF16 = jnp.bfloat16
+SMALL_SHAPES = {"bias": (7,), "embed": (96, 128), "scalar": (), "wide": (64, 200)}
 
 
 def make_params(shapes: dict[str, tuple[int, ...]], dtype: Any = jnp.float32, seed: int = 0) -> Any:
@@ -122,3 +123,32 @@ def check_against_optax(
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     assert_close(actual, expected, tolerance, "state ")
     return new, state
+
+
+def tiered(two_tiers: list[str], **more: Any) -> jmo.Store:
+    """A store in which about a third of Adam's state of SMALL_SHAPES fits."""
+    return jmo.Store(*two_tiers, host_memory=more.pop("host_memory", "110KB"), subgroup_elements=4096, **more)
+
+
+def assert_used_tiers(store: jmo.Store) -> None:
+    """Records were read from every tier of the store, and written to it."""
+    stats = store.stats()
+    assert stats["misses"] > 0
+    assert all(tier["bytes_read"] > 0 and tier["bytes_written"] > 0 for tier in stats["tiers"]), stats
+
+
+def advance(step: Any, params: Any, state: Any, grads: list[Any], store: jmo.Store | None = None) -> tuple[Any, Any]:
+    """Params and state after one step a gradient; with a store, once its warnings have been given."""
+    for grad in grads:
+        params, state = step(params, state, grad)
+    jax.block_until_ready(params)
+    if store is not None:
+        store.flush()
+    return params, state
+
+
+def run_and_flush(store: jmo.Store, *args: Any) -> tuple[Any, Any]:
+    """As ``run``; warnings have been given when it returns."""
+    result = run(*args)
+    store.flush()
+    return result

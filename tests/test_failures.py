@@ -15,16 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_mlp_offload as jmo
 from jax_mlp_offload import native
+from tests import support
 from tests.support import assert_bits_equal, run_reference
 
 P = PartitionSpec
 LAYERS, WIDTH = 6, 256
-
-
-@pytest.fixture(autouse=True)
-def _clear_faults():
-    yield
-    native.clear_faults()
 
 
 def model(devices):
@@ -140,24 +135,18 @@ def test_corrupt_record_is_named_and_never_a_number(tmp_path):
     params = {"w": jnp.ones(40000)}
     with jmo.Store(str(tmp_path), host_memory="200KB", subgroup_elements=8192) as store:
         tx = jmo.adamw(1e-2, store=store)
-
-        @jax.jit
-        def step(p, s):
-            u, s = tx.update(p, s, p)
-            return optax.apply_updates(p, u), s
-
-        state = tx.init(params)
+        step, state = support.make_step(tx), tx.init(params)
         for _ in range(2):
-            params, state = jax.block_until_ready(step(params, state))
+            params, state = jax.block_until_ready(step(params, state, params))
         for chunk in tmp_path.glob("jmo-*/*/b*/c/*/0"):
             data = bytearray(chunk.read_bytes())
             data[100] ^= 1
             chunk.write_bytes(data)
-        params, state = jax.block_until_ready(step(params, state))
+        params, state = jax.block_until_ready(step(params, state, params))
         with pytest.raises(jmo.CorruptRecordError, match=r"CRC.*\['w'\]"):
             store.flush()
         with pytest.raises(jax.errors.JaxRuntimeError, match="CRC"):
-            jax.block_until_ready(step(params, state))
+            jax.block_until_ready(step(params, state, params))
         store._close_quietly()
 
 
@@ -165,19 +154,13 @@ def test_silent_storage_meets_the_deadline(tmp_path):
     params = {"w": jnp.ones(40000)}
     with jmo.Store(str(tmp_path), host_memory="200KB", subgroup_elements=8192, deadline_s=1.0) as store:
         tx = jmo.adamw(1e-2, store=store)
-
-        @jax.jit
-        def step(p, s):
-            u, s = tx.update(p, s, p)
-            return optax.apply_updates(p, u), s
-
-        state = tx.init(params)
-        params, state = jax.block_until_ready(step(params, state))
+        step, state = support.make_step(tx), tx.init(params)
+        params, state = jax.block_until_ready(step(params, state, params))
         native.inject_fault(str(tmp_path), is_write=False, min_delay_s=12.0, max_delay_s=12.0)
         start_s = time.monotonic()
-        params, state = jax.block_until_ready(step(params, state))
+        params, state = jax.block_until_ready(step(params, state, params))
         with pytest.raises(jax.errors.JaxRuntimeError, match="gave no answer for 1 s"):
-            jax.block_until_ready(step(params, state))
+            jax.block_until_ready(step(params, state, params))
         assert time.monotonic() - start_s < 10.0
         store._close_quietly()
 
