@@ -37,18 +37,21 @@ size_t Engine::slot_count() const {
 }
 
 int Engine::add_tier(const TierOptions& options) {
-  tiers_.push_back(std::make_unique<TierIo>(options, [this](const IoResult& result) {
-    Event event;
-    event.kind = result.is_write ? EventKind::kWritten : EventKind::kRead;
-    event.token = result.token;
-    event.status = result.status;
-    event.crc = result.crc;
-    event.size = result.size;
-    event.start_s = result.start_s;
-    event.end_s = result.end_s;
-    push(std::move(event));
-  }));
+  tiers_.push_back(std::make_unique<TierIo>(options, [this](const IoResult& result) { post(result); }));
   return static_cast<int>(tiers_.size()) - 1;
+}
+
+void Engine::post(const IoResult& result) {
+  Event event;
+  event.kind = result.is_write ? EventKind::kWritten : EventKind::kRead;
+  event.token = result.token;
+  event.status = result.status;
+  event.crc = result.crc;
+  event.size = result.size;
+  event.start_s = result.start_s;
+  event.end_s = result.end_s;
+  event.free_bytes = result.free_bytes;
+  push(std::move(event));
 }
 
 void Engine::add_device(int64_t ordinal) {

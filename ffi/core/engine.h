@@ -6,10 +6,10 @@
 //
 // What always holds: a request lives from submit until complete or fail, exactly one of which ends it.
 // Promises are completed on a thread of the device's own, never on the driver's: XLA resumes the program
-// there and may block in a collective. Nothing here decides an order; that is the scheduler's. Thread
-// contract: submit, wake and open_requests from any thread; tiers are added before the driver starts;
-// add_slots, add_device and add_bucket may come from any thread before what they set up is used; close after
-// the driver has ended; everything else from the driver thread.
+// there and may block in a collective. Nothing here decides an order; that is the scheduler's.
+// Thread contract: submit, post, wake, open_requests, set_exclusive, turns and turn_error from any thread;
+// tiers are added before the driver starts; add_slots, add_device and add_bucket may come from any thread
+// before what they set up is used; close after the driver has ended; everything else from the driver thread.
 #pragma once
 
 #include <condition_variable>
@@ -86,6 +86,7 @@ struct Event {
   uint32_t crc = 0;
   size_t size = 0;                      // bytes
   double start_s = 0, end_s = 0;        // kRead, kWritten, kUpdated: of the monotonic clock
+  int64_t free_bytes = -1;              // kRead, kWritten: see IoResult
   std::vector<int64_t> adopted_leaves;  // kUpdated: leaf indices whose params had been replaced
 };
 
@@ -102,6 +103,10 @@ class Engine {
   size_t slot_count() const;
   int add_tier(const TierOptions& options);
   bool direct_in_use(int tier) const { return tiers_.at(tier)->direct_in_use(); }
+  // Of a tier that add_tier numbered: see TierIo.
+  void set_exclusive(int tier, bool on) { tiers_.at(tier)->set_exclusive(on); }
+  TurnStats turns(int tier, bool is_write) const { return tiers_.at(tier)->turns(is_write); }
+  std::string turn_error(int tier) const { return tiers_.at(tier)->turn_error(); }
   void add_device(int64_t ordinal);
   Status add_bucket(int64_t instance, int64_t bucket, BucketSpec spec);
 
@@ -115,6 +120,8 @@ class Engine {
   void wake();
   void read(int tier, IoJob job) { tiers_.at(tier)->read(std::move(job)); }
   void write(int tier, IoJob job) { tiers_.at(tier)->write(std::move(job)); }
+  // A transfer that others carried out has ended: an event as of read or write. From any thread.
+  void post(const IoResult& result);
   // Updates one subgroup of a request; `memory` is its record (null where record_bytes is 0).
   Status update(uint64_t request, int64_t subgroup, char* memory, bool fresh, uint64_t token);
   // Puts the old params (16-bit params) or zero updates (f32) into the request's outputs, on a kernel thread.

@@ -28,6 +28,8 @@ IoQueue::Options queue_options(const TierOptions& tier, bool is_write) {
   options.limit_bps = is_write ? tier.write_limit_bps : tier.read_limit_bps;
   options.threads = std::max(tier.threads, 1);
   options.block_size = std::max(round_up_direct(tier.block_size), kDirectAlign);
+  options.turn = tier.turn;
+  options.turn.is_write = is_write;
   if (options.limit_bps > 0) {
     // Compared as doubles first: a huge limit has no size_t.
     const double even = std::min(options.limit_bps * kLimitedBlockS, static_cast<double>(options.block_size));
@@ -67,6 +69,17 @@ void TierIo::close() {
   impl_->writes.close();
 }
 bool TierIo::direct_in_use() const { return impl_->direct.load(std::memory_order_relaxed); }
+void TierIo::set_exclusive(bool on) {
+  impl_->reads.set_exclusive(on);
+  impl_->writes.set_exclusive(on);
+}
+TurnStats TierIo::turns(bool is_write) const {
+  return is_write ? impl_->writes.turn().stats() : impl_->reads.turn().stats();
+}
+std::string TierIo::turn_error() const {
+  const std::string error = impl_->reads.turn().error();
+  return error.empty() ? impl_->writes.turn().error() : error;
+}
 
 IoResult read_now(const IoJob& job, bool direct) {
   IoResult result;
@@ -82,6 +95,8 @@ IoResult read_now(const IoJob& job, bool direct) {
   for (size_t block = 0; result.status.ok() && block < file.block_count(); ++block)
     result.status = file.transfer(block);
   if (result.status.ok()) result.status = file.finish(&result.crc);
+  file.abandon();
+  result.free_bytes = file.free_bytes();
   result.end_s = now_s();
   return result;
 }

@@ -11,6 +11,9 @@
 // 4. When the last block of a job has ended (all of them, also after an error), `done` is called once, from
 // an I/O thread.
 // 5. Bandwidth limits are smooth token buckets, one a direction.
+// 6. While exclusive access is on, blocks are transferred only in a turn on the device (turn.h). Opening
+//    files, injected delays and waiting for bandwidth are done before it. A record's unaligned tail and
+//    read_now() take no turn.
 // Thread contract: read/write may be called from any thread; `done` must not block. close() ends all queued
 // jobs with kClosed, waits for those in flight, and joins the threads; it is idempotent.
 #pragma once
@@ -22,6 +25,7 @@
 #include <string>
 
 #include "ffi/core/status.h"
+#include "ffi/core/turn.h"
 
 namespace jmo {
 
@@ -40,8 +44,11 @@ struct IoResult {
   Status status;     // message: what failed, path, offset, errno text
   uint32_t crc = 0;  // CRC32C of the whole record
   size_t size = 0;
-  double start_s = 0;  // monotonic clock; when the first block was taken up
+  // Monotonic clock; when a thread took up the job or, where it took turns, when its first block had its
+  // turn.
+  double start_s = 0;
   double end_s = 0;
+  int64_t free_bytes = -1;  // left on the file system for this user when the file was closed; -1: unknown
 };
 
 struct TierOptions {
@@ -50,6 +57,7 @@ struct TierOptions {
   double write_limit_bps = 0;
   int threads = 2;               // per direction
   size_t block_size = 4u << 20;  // bytes; rounded up to 4096
+  DeviceTurn::Options turn;      // is_write is not used
 };
 
 class TierIo {
@@ -64,6 +72,12 @@ class TierIo {
   void write(IoJob job);  // creates the file (mode 0600) where it is missing
   void close();
   bool direct_in_use() const;  // false once the file system has refused O_DIRECT
+
+  // Exclusive access to the device, at any time; off at first. Without a lock file, or where that fails, it
+  // stays off.
+  void set_exclusive(bool on);
+  TurnStats turns(bool is_write) const;
+  std::string turn_error() const;  // why turns cannot be taken; empty: they can, or there is no lock file
 
  private:
   class Impl;

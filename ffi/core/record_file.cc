@@ -55,7 +55,7 @@ Status RecordFile::finish(uint32_t* crc) {
     if (Status status = file_.drop_direct(); !status.ok()) return status;
     if (Status status = move(body_, job_.size, &tail_crc); !status.ok()) return status;
   }
-  if (Status status = file_.close(); !status.ok()) return status;
+  if (Status status = close(); !status.ok()) return status;
   uint32_t whole = block_crcs_[0];
   for (size_t block = 1; block < block_crcs_.size(); ++block) {
     const size_t begin = std::min(block * block_size_, body_);
@@ -67,7 +67,12 @@ Status RecordFile::finish(uint32_t* crc) {
                                     hex(*crc) + ", expected " + hex(job_.expected_crc));
 }
 
-void RecordFile::abandon() { (void)file_.close(); }
+void RecordFile::abandon() { (void)close(); }
+
+Status RecordFile::close() {
+  if (const int64_t found = file_.free_bytes(); found >= 0) free_bytes_ = found;
+  return file_.close();
+}
 
 Status RecordFile::move(size_t begin, size_t end, uint32_t* crc) {
   char* memory = job_.memory + begin;

@@ -44,11 +44,14 @@ class RecordFile {
   Status finish(uint32_t* crc);
   // Closes the file after a failure.
   void abandon();
+  // What the file system had left when the file was closed; -1: unknown.
+  int64_t free_bytes() const { return free_bytes_; }
 
   // "write of /tier/record"
   std::string what() const { return (is_write_ ? "write of " : "read of ") + job_.path; }
 
  private:
+  Status close();
   Status move(size_t begin, size_t end, uint32_t* crc);
   Status too_short(uint64_t found) const;
 
@@ -59,6 +62,7 @@ class RecordFile {
   File file_;
   size_t body_ = 0;  // the bytes that blocks transfer; the rest of job_.size is the tail
   std::vector<uint32_t> block_crcs_;
+  int64_t free_bytes_ = -1;
 };
 
 }  // namespace jmo

@@ -1,12 +1,15 @@
-// See syscalls.h. Thread contract: as stated there; the hooks pointer is the only state of the process here.
+// See syscalls.h. Thread contract: as stated there; the state of the process here is the hooks pointer and
+// the list of lock files, which has a mutex of its own.
 #include "ffi/core/syscalls.h"
 
-#include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <mutex>
+#include <set>
 
 namespace jmo {
 namespace {
@@ -38,9 +41,11 @@ ssize_t SyscallHooks::pwrite(int fd, const void* memory, size_t size, off_t offs
   return ::pwrite(fd, memory, size, offset);
 }
 int SyscallHooks::fstat(int fd, struct stat* info) { return ::fstat(fd, info); }
+int SyscallHooks::fstatvfs(int fd, struct statvfs* info) { return ::fstatvfs(fd, info); }
 int SyscallHooks::ftruncate(int fd, off_t size) { return ::ftruncate(fd, size); }
 int SyscallHooks::fallocate(int fd, off_t offset, off_t size) { return ::fallocate(fd, 0, offset, size); }
 int SyscallHooks::set_status_flags(int fd, int flags) { return ::fcntl(fd, F_SETFL, flags); }
+int SyscallHooks::lock(int fd, int command, struct flock* range) { return ::fcntl(fd, command, range); }
 void* SyscallHooks::mmap(size_t size) {
   return ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
@@ -153,6 +158,12 @@ Status File::size(uint64_t* size) const {
   return Status();
 }
 
+int64_t File::free_bytes() const {
+  struct statvfs info;
+  if (fd_ < 0 || retry_interrupted([&] { return syscalls().fstatvfs(fd_, &info); }) != 0) return -1;
+  return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
+}
+
 Status File::truncate(uint64_t size) {
   const auto call = [&] { return syscalls().ftruncate(fd_, static_cast<off_t>(size)); };
   if (retry_interrupted(call) != 0) return error("truncate to " + std::to_string(size) + " bytes of", errno);
@@ -175,6 +186,92 @@ Status File::drop_direct() {
   if (retry_interrupted([&] { return syscalls().set_status_flags(fd_, flags_ & ~O_DIRECT); }) != 0)
     return error("clear O_DIRECT of", errno);
   direct_.store(false, std::memory_order_release);
+  return Status();
+}
+
+namespace {
+
+struct OpenLockFiles {
+  std::mutex mutex;
+  std::set<int*> descriptors;
+};
+
+// Never destroyed: a LockFile may outlive the statics of this file.
+OpenLockFiles& open_lock_files() {
+  static auto* files = [] {
+    auto* made = new OpenLockFiles;
+    (void)::pthread_atfork([] { open_lock_files().mutex.lock(); }, [] { open_lock_files().mutex.unlock(); },
+                           [] {
+                             for (int* fd : open_lock_files().descriptors) {
+                               if (*fd >= 0) (void)::close(*fd);
+                               *fd = -1;
+                             }
+                             open_lock_files().mutex.unlock();
+                           });
+    return made;
+  }();
+  return *files;
+}
+
+struct flock range_of(int64_t begin, int64_t end, short type) {
+  struct flock range = {};
+  range.l_type = type;
+  range.l_whence = SEEK_SET;
+  range.l_start = begin;
+  range.l_len = end - begin;
+  return range;
+}
+
+}  // namespace
+
+LockFile::LockFile() {
+  std::lock_guard<std::mutex> lock(open_lock_files().mutex);
+  open_lock_files().descriptors.insert(&fd_);
+}
+
+LockFile::~LockFile() {
+  close();
+  std::lock_guard<std::mutex> lock(open_lock_files().mutex);
+  open_lock_files().descriptors.erase(&fd_);
+}
+
+Status LockFile::error(const std::string& what, int64_t byte, int error_number) const {
+  return errno_status(what + " byte " + std::to_string(byte) + " of " + path_, error_number);
+}
+
+Status LockFile::open(const std::string& path) {
+  path_ = path;
+  std::lock_guard<std::mutex> lock(open_lock_files().mutex);  // no fork between the call and the assignment
+  fd_ = retry_interrupted([&] { return syscalls().open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600); });
+  return fd_ < 0 ? errno_status("open " + path, errno) : Status();
+}
+
+void LockFile::close() {
+  std::lock_guard<std::mutex> lock(open_lock_files().mutex);
+  if (fd_ >= 0) (void)syscalls().close(fd_);  // nothing was written to it that could still fail
+  fd_ = -1;
+}
+
+Status LockFile::try_lock(int64_t byte, bool* locked) {
+  struct flock range = range_of(byte, byte + 1, F_WRLCK);
+  *locked = retry_interrupted([&] { return syscalls().lock(fd_, F_OFD_SETLK, &range); }) == 0;
+  if (*locked || errno == EAGAIN || errno == EACCES) return Status();
+  return error("lock", byte, errno);
+}
+
+Status LockFile::unlock(int64_t byte) {
+  struct flock range = range_of(byte, byte + 1, F_UNLCK);
+  if (retry_interrupted([&] { return syscalls().lock(fd_, F_OFD_SETLK, &range); }) == 0) return Status();
+  return error("unlock", byte, errno);
+}
+
+Status LockFile::find_locked(int64_t begin, int64_t end, int64_t* byte) const {
+  *byte = -1;
+  if (begin >= end) return Status();  // to the kernel, a length of 0 means up to the end
+  struct flock range = range_of(begin, end, F_WRLCK);
+  if (retry_interrupted([&] { return syscalls().lock(fd_, F_OFD_GETLK, &range); }) != 0)
+    return error("look for locks from", begin, errno);
+  if (range.l_type != F_UNLCK) *byte = range.l_start;
   return Status();
 }
 

@@ -8,7 +8,9 @@
 // see them start.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/types.h>
 
 #include <atomic>
@@ -34,10 +36,12 @@ class SyscallHooks {
   virtual ssize_t pread(int fd, void* memory, size_t size, off_t offset);
   virtual ssize_t pwrite(int fd, const void* memory, size_t size, off_t offset);
   virtual int fstat(int fd, struct stat* info);
+  virtual int fstatvfs(int fd, struct statvfs* info);
   virtual int ftruncate(int fd, off_t size);
   virtual int fallocate(int fd, off_t offset, off_t size);
   virtual int set_status_flags(int fd, int flags);
-  virtual void* mmap(size_t size);  // anonymous, private, readable and writable
+  virtual int lock(int fd, int command, struct flock* range);  // F_OFD_SETLK or F_OFD_GETLK
+  virtual void* mmap(size_t size);                             // anonymous, private, readable and writable
   virtual int munmap(void* memory, size_t size);
   virtual int madvise(void* memory, size_t size, int advice);
 };
@@ -74,6 +78,8 @@ class File {
   Status write(const char* memory, size_t size, uint64_t offset);
 
   Status size(uint64_t* size) const;
+  // Bytes that the file system still has for this user; -1: unknown, or the file is not open.
+  int64_t free_bytes() const;
   Status truncate(uint64_t size);
   // Makes the file `size` bytes long (it is shorter now), with its blocks allocated where the file system can
   // do that. On failure what was taken is given back.
@@ -96,6 +102,34 @@ class File {
   Access access_ = Access::kRead;
   std::atomic<bool> direct_{false};  // false is set after the descriptor's flag is gone
   std::atomic<bool> direct_refused_{false};
+};
+
+// A file whose bytes, also those beyond its end, serve as exclusive locks. They belong to this open file
+// description, so they exclude other LockFiles of the same process as well as other processes, and the kernel
+// frees them when the process ends, however it does. A fork would share the description and keep the locks of
+// a parent that dies, so the child's copies are closed in it. No call waits.
+class LockFile {
+ public:
+  LockFile();
+  ~LockFile();
+  LockFile(const LockFile&) = delete;
+  LockFile& operator=(const LockFile&) = delete;
+
+  // Creates the file with mode 0600 where it is missing.
+  Status open(const std::string& path);
+  // Frees all locks.
+  void close();
+  // `*locked`: whether this LockFile has the byte now.
+  Status try_lock(int64_t byte, bool* locked);
+  Status unlock(int64_t byte);
+  // A byte of [begin, end) that another LockFile has locked (not always the first), or -1.
+  Status find_locked(int64_t begin, int64_t end, int64_t* byte) const;
+
+ private:
+  Status error(const std::string& what, int64_t byte, int error_number) const;
+
+  std::string path_;
+  int fd_ = -1;
 };
 
 }  // namespace jmo

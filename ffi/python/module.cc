@@ -25,6 +25,7 @@ namespace jmo {
 namespace {
 
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Leaf = std::pair<int64_t, bool>;
 using Range = std::pair<int64_t, int64_t>;
 
@@ -35,7 +36,7 @@ void raise_if(const Status& status) {
 }
 
 // (kind, token, instance, bucket, device, run_id, ticket, skip)          kArrived
-// (kind, token, error, errno, crc, size, start_s, end_s)                 kRead, kWritten
+// (kind, token, error, errno, crc, size, start_s, end_s, free_bytes)     kRead, kWritten
 // (kind, token, start_s, end_s, adopted leaves)                          kUpdated
 // (kind, token)                                                          kHandedBack, kWoken
 nb::tuple event_tuple(const Event& event) {
@@ -47,7 +48,7 @@ nb::tuple event_tuple(const Event& event) {
     case EventKind::kRead:
     case EventKind::kWritten:
       return nb::make_tuple(kind, event.token, event.status.message(), event.status.error_number(), event.crc,
-                            event.size, event.start_s, event.end_s);
+                            event.size, event.start_s, event.end_s, event.free_bytes);
     case EventKind::kUpdated:
       return nb::make_tuple(kind, event.token, event.start_s, event.end_s, event.adopted_leaves);
     default:
@@ -79,6 +80,37 @@ IoJob make_job(Engine& engine, const std::string& path, size_t slot, size_t size
   job.size = size;
   job.token = token;
   return job;
+}
+
+// The bytes of a slot, not copied; they keep the engine alive.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> slot_view(nb::handle self, size_t slot, size_t size) {
+  char* memory = slot_memory(*nb::cast<Engine*>(self), slot);
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(memory, {size}, self);
+}
+
+// A transfer that Python carried out has ended; errno 0 with a message: it came back wrong.
+void post(Engine& engine, bool is_write, uint64_t token, const std::string& error, int error_number,
+          uint32_t crc, size_t size, double start_s, double end_s) {
+  IoResult result;
+  result.is_write = is_write;
+  result.token = token;
+  if (!error.empty()) result.status = Status(error_number ? Code::kIo : Code::kCorrupt, error, error_number);
+  result.crc = crc;
+  result.size = size;
+  result.start_s = start_s;
+  result.end_s = end_s;
+  engine.post(result);
+}
+
+// {"read": (count, waited_s, held_s), "write": as read, "error": why turns cannot be taken, or ""}
+nb::dict turns(const Engine& engine, int tier) {
+  nb::dict result;
+  for (bool is_write : {false, true}) {
+    const TurnStats stats = engine.turns(tier, is_write);
+    result[is_write ? "write" : "read"] = nb::make_tuple(stats.count, stats.waited_s, stats.held_s);
+  }
+  result["error"] = engine.turn_error(tier);
+  return result;
 }
 
 void add_bucket(Engine& engine, int64_t instance, int64_t bucket, nb::dict spec) {
@@ -113,13 +145,22 @@ void bind_engine(nb::module_& m) {
       .def(
           "add_tier",
           [](Engine& engine, bool direct, double read_limit_bps, double write_limit_bps, int threads,
-             size_t block_size) {
-            return engine.add_tier({direct, read_limit_bps, write_limit_bps, threads, block_size});
+             size_t block_size, const std::string& turn_path) {
+            TierOptions options;
+            options.direct = direct;
+            options.read_limit_bps = read_limit_bps;
+            options.write_limit_bps = write_limit_bps;
+            options.threads = threads;
+            options.block_size = block_size;
+            options.turn.path = turn_path;
+            return engine.add_tier(options);
           },
           nb::arg("direct"), nb::arg("read_limit_bps"), nb::arg("write_limit_bps"), nb::arg("threads"),
-          nb::arg("block_size"))
+          nb::arg("block_size"), nb::arg("turn_path") = "")
       .def("slot_count", &Engine::slot_count)
       .def("direct_in_use", &Engine::direct_in_use)
+      .def("set_exclusive", &Engine::set_exclusive, nb::arg("tier"), nb::arg("on"))
+      .def("turns", &turns, nb::arg("tier"))
       .def("add_device", &Engine::add_device)
       .def("add_bucket", &add_bucket)
       .def("wait", &wait, nb::arg("timeout_s"), nb::arg("most"))
@@ -133,6 +174,9 @@ void bind_engine(nb::module_& m) {
            })
       .def("write", [](Engine& engine, int tier, const std::string& path, size_t slot, size_t size,
                        uint64_t token) { engine.write(tier, make_job(engine, path, slot, size, token)); })
+      .def("post", &post, nb::arg("is_write"), nb::arg("token"), nb::arg("error"), nb::arg("errno"),
+           nb::arg("crc"), nb::arg("size"), nb::arg("start_s"), nb::arg("end_s"))
+      .def("slot_view", &slot_view)
       .def("update",
            [](Engine& engine, uint64_t request, int64_t subgroup, size_t slot, bool fresh, uint64_t token) {
              raise_if(engine.update(request, subgroup, slot_memory(engine, slot), fresh, token));
@@ -157,7 +201,11 @@ void bind_engine(nb::module_& m) {
 
 void bind_tools(nb::module_& m) {
   m.def(
-      "crc32c", [](Bytes data, uint32_t seed) { return crc32c(data.data(), data.size(), seed); },
+      "crc32c",
+      [](ConstBytes data, uint32_t seed) {
+        nb::gil_scoped_release release;
+        return crc32c(data.data(), data.size(), seed);
+      },
       nb::arg("data"), nb::arg("seed") = 0);
   m.def(
       "read_file",
