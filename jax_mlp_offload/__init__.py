@@ -20,7 +20,7 @@ from jax_mlp_offload.optimizers import adam, adamw, sgd
 from jax_mlp_offload.read import read_masters, read_state
 from jax_mlp_offload.state import OffloadState
 from jax_mlp_offload.store import Store
-from jax_mlp_offload.tiers import File
+from jax_mlp_offload.tiers import File, Remote
 
 __all__ = [
     "ClosedError",
@@ -31,6 +31,7 @@ __all__ = [
     "ForeignParamsWarning",
     "OffloadError",
     "OffloadState",
+    "Remote",
     "SkippedStepWarning",
     "StaleTicketError",
     "Store",

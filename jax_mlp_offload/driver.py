@@ -4,8 +4,8 @@
 2. Tells the scheduler, with the time; takes its actions; performs each through the native engine.
 3. Between batches runs what other threads asked for (``call``), at once or when nothing is in flight.
 
-What always holds: the scheduler, the folders and the records are touched by this thread only (a new optimizer's arrays
-are made before it hears of them, and after it has ended the folders are removed). No JAX call is made here
+What always holds: the scheduler, the backends and the records are touched by this thread only (a new optimizer's arrays
+are made before it hears of them, and after it has ended the backends are closed). No JAX call is made here
 (one that ran a program would deadlock with two devices). If this thread meets an error of its own, every open and
 every later operation ends with it, and ``call`` raises it: nothing hangs.
 Thread contract: ``call`` and ``stop`` from any thread but this one.
@@ -23,13 +23,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_mlp_offload import errors, native
+from jax_mlp_offload.backends import Backend, Place
 from jax_mlp_offload.scheduler import Scheduler
-from jax_mlp_offload.tiers import Folder
 from jax_mlp_offload.types import Complete, Fail, HandBack, Life, Read, Record, Update, Warn, Write
 
 _log = logging.getLogger("jax_mlp_offload")
 _BATCH = 256  # events taken at once
 _LONGEST_WAIT_S = 5.0  # between two looks at the clock
+_Ended = tuple[Any, ...]  # kind, token, error, errno, crc, size, start_s, end_s, free_bytes (-1: unknown)
 _Call = tuple[Callable[[], Any], bool, concurrent.futures.Future[Any]]  # what to run, whether when quiescent, for whom
 
 
@@ -39,24 +40,25 @@ class Driver:
     Args:
       engine: the native engine.
       scheduler: decides; nobody else may use it from now on.
-      folders: of the tiers, in the scheduler's order.
-      array_name: the array that holds a record, in every folder.
+      backends: of the tiers, in the scheduler's order.
+      array_name: the array that holds a record, in every tier.
     """
 
     def __init__(
         self,
         engine: Any,
         scheduler: Scheduler,
-        folders: Sequence[Folder],
+        backends: Sequence[Backend],
         array_name: Callable[[Record], str],
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
-        self._folders = folders
+        self._backends = backends
         self._array_name = array_name
         self._calls: collections.deque[_Call] = collections.deque()
         self._lock = threading.Lock()
         self._stopping = False
+        self._phases = 0  # that have begun
         self._thread = threading.Thread(target=self._main, name="jmo-driver", daemon=True)
         self._thread.start()
 
@@ -66,7 +68,7 @@ class Driver:
         """Runs ``function`` on the driver thread and returns what it returns.
 
         Args:
-          function: what to run; it may touch scheduler, records and folders, and must not call JAX.
+          function: what to run; it may touch scheduler, records and backends, and must not call JAX.
           timeout_s: how long to wait for it.
           when_quiescent: wait until no operation is open and nothing is in flight.
 
@@ -129,9 +131,21 @@ class Driver:
         next_s = self._scheduler.next_tick_s()
         if next_s is not None and next_s <= now_s:
             self._scheduler.tick(now_s)
+        if self._phases != self._scheduler.placement.phases:
+            self._phases = self._scheduler.placement.phases
+            self._begin_phase(now_s)
         self._perform()
         if self._calls:
             self._run_calls()
+
+    def _begin_phase(self, now_s: float) -> None:
+        for number, (backend, tier) in enumerate(zip(self._backends, self._scheduler.placement.tiers, strict=True)):
+            backend.phase_begins(now_s)
+            if tier.files.bounded and not tier.retired and tier.files.stored_bytes == 0:
+                # it took nothing for want of room, so that no transfer tells of room that there is again
+                free_bytes = backend.free_bytes()
+                if free_bytes is not None:
+                    self._scheduler.space_seen(number, free_bytes, now_s)
 
     def _tell(self, event: tuple[Any, ...], now_s: float) -> None:
         scheduler = self._scheduler
@@ -142,25 +156,32 @@ class Driver:
             case "updated":
                 scheduler.update_done(scheduler.records[event[1]], event[4], now_s)
             case "read":
-                self._read_done(scheduler.records[event[1]], event[2], event[3], now_s)
+                self._read_done(scheduler.records[event[1]], event, now_s)
             case "written":
-                self._write_done(scheduler.records[event[1]], event[2], event[3], event[4], now_s)
+                self._write_done(scheduler.records[event[1]], event, now_s)
             case "handed_back":
                 scheduler.handed_back(event[1], now_s)
 
-    def _read_done(self, record: Record, message: str, error_number: int, now_s: float) -> None:
+    def _read_done(self, record: Record, event: _Ended, now_s: float) -> None:
+        _, _, message, error_number, _, _, begun_s, _, free_bytes = event
         tier = record.tier
         assert tier is not None
         if not message:
-            self._folders[tier].moved_on(self._array_name(record), record.subgroup, record.size_bytes)
-        self._scheduler.read_done(record, self._error(record, message, error_number), now_s)
+            self._backends[tier].moved(record.size_bytes)
+            self._backends[tier].moved_on(self._place(record))
+        error = self._error(record, message, error_number)
+        self._scheduler.read_done(record, error, now_s, begun_s, free_bytes if free_bytes >= 0 else None)
 
-    def _write_done(self, record: Record, message: str, error_number: int, crc: int, now_s: float) -> None:
+    def _write_done(self, record: Record, event: _Ended, now_s: float) -> None:
+        _, _, message, error_number, crc, _, begun_s, _, free_bytes = event
         tier = record.tier
         assert tier is not None
-        self._scheduler.write_done(record, crc, self._error(record, message, error_number), now_s)
+        error = self._error(record, message, error_number)
+        if error is None:
+            self._backends[tier].moved(record.size_bytes)
+        self._scheduler.write_done(record, crc, error, now_s, begun_s, free_bytes if free_bytes >= 0 else None)
         if record.tier != tier:  # not there after all; it may well be on its way back from there already
-            self._folders[tier].moved_on(self._array_name(record), record.subgroup, record.size_bytes)
+            self._backends[tier].moved_on(self._place(record))
 
     def _error(self, record: Record, message: str, error_number: int) -> errors.OffloadError | None:
         if not message:
@@ -168,7 +189,7 @@ class Driver:
         # what the system did not refuse came back wrong
         kind = errors.TierError if error_number else errors.CorruptRecordError
         assert record.tier is not None
-        name = self._folders[record.tier].tier.name
+        name = self._backends[record.tier].name
         return kind(f"tier {name!r}: {message}; {self._scheduler.describe(record)}")
 
     def _perform(self) -> None:
@@ -190,23 +211,26 @@ class Driver:
                     case Warn(category, message):
                         _warn(category, message)
 
+    def _place(self, record: Record) -> Place:
+        return Place(self._array_name(record), record.subgroup, record.size_bytes)
+
     def _read(self, record: Record) -> None:
         assert record.tier is not None
-        path = self._folders[record.tier].path_to_read(self._array_name(record), record.subgroup)
-        self._engine.read(record.tier, path, record.slot, record.size_bytes, record.crc, record.index)
+        assert record.slot is not None
+        self._backends[record.tier].read(self._place(record), record.slot, record.crc, record.index)
 
     def _write(self, record: Record) -> None:
         assert record.tier is not None
-        name = self._array_name(record)
-        for tier, folder in enumerate(self._folders):
+        assert record.slot is not None
+        place = self._place(record)
+        for tier, backend in enumerate(self._backends):
             if tier != record.tier:
-                folder.moved_on(name, record.subgroup, record.size_bytes)
+                backend.moved_on(place)
         try:
-            path = self._folders[record.tier].path_to_write(name, record.subgroup, record.size_bytes)
+            self._backends[record.tier].write(place, record.slot, record.index)
         except OSError as error:
-            self._write_done(record, str(error), error.errno or 1, 0, native.now_s())
-            return
-        self._engine.write(record.tier, path, record.slot, record.size_bytes, record.index)
+            now_s = native.now_s()
+            self._write_done(record, (0, record.index, str(error), error.errno or 1, 0, 0, now_s, now_s, -1), now_s)
 
     def _take_calls(self) -> collections.deque[_Call]:
         with self._lock:

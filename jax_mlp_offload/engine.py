@@ -1,4 +1,4 @@
-"""One store's machinery: native engine, scheduler, driver, tier folders, and the optimizers that were registered.
+"""One store's machinery: native engine, scheduler, driver, the tiers' backends, and the optimizers that were registered.
 
 Registering an optimizer plans its records, allocates slots (touched once, never in a step) and tells native engine and
 scheduler. Thread contract: any thread; registration is serialised by a lock. What only the driver's thread may touch
@@ -7,7 +7,9 @@ scheduler. Thread contract: any thread; registration is serialised by a lock. Wh
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import os
 import re
 import threading
@@ -18,16 +20,18 @@ from typing import Any
 import numpy as np
 
 from jax_mlp_offload import errors, native, sizing
+from jax_mlp_offload.backends import Backend, Place, make_backend
 from jax_mlp_offload.driver import Driver
+from jax_mlp_offload.exclusive import Access, Sharing
+from jax_mlp_offload.first_probe import LEAST_BYTES, FirstProbe
 from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.placement import TierSpec
 from jax_mlp_offload.plan import CELL_ELEMENTS, BucketPlan, Layout, LeafSpec, Plan, make_plan
+from jax_mlp_offload.profile import ProfileLike, TierProfile, find, read_profile
 from jax_mlp_offload.scheduler import Scheduler
-from jax_mlp_offload.tiers import File, Folder
+from jax_mlp_offload.tiers import Tier
 from jax_mlp_offload.types import Life, Order, Record
 
-_IO_THREADS = 2  # a tier and direction
-_IO_BLOCK_BYTES = 4 * 2**20
 _CALL_TIMEOUT_S = 60.0  # for what the driver does at once
 _numbers = itertools.count()
 _left_behind: list[Any] = []  # engines whose threads hang in a system call: their memory must not be freed
@@ -49,42 +53,49 @@ class Engine:
       order: of eviction.
       kernel_threads: threads of the fused update; None: one a core.
       deadline_s: how long storage may take for one record.
+      access: whether processes that share a storage device take turns.
+      profile: measured bandwidths of tiers; None: those beside their data, if there are any.
 
     Raises:
+      ValueError: if ``profile`` is none.
       OSError: if a tier cannot be used; nothing is left behind in the others.
     """
 
     def __init__(
         self,
-        tiers: Sequence[File],
+        tiers: Sequence[Tier],
         host_bytes: int | None,
         subgroup_elements: int | None,
         order: Order,
         kernel_threads: int | None,
         deadline_s: float,
+        access: Access = Access.AUTO,
+        profile: ProfileLike | None = None,
     ) -> None:
         self.number = next(_numbers)
         self.deadline_s = deadline_s
+        self.started_s = native.now_s()
+        profiles = None if profile is None else read_profile(profile)
         self._host_bytes = host_bytes
         self._subgroup_elements = subgroup_elements
         self._lock = threading.Lock()
         self._instances = itertools.count()
         self._slot_bytes: int | None = None
         self._device_slots: Counter[int] = Counter()  # slots of each device
-        self._directories: dict[int, str] = {}  # of each optimizer, in the tiers' folders
+        self._directories: dict[int, str] = {}  # of each optimizer, in the tiers
         self.closed = False
-        self.folders: list[Folder] = []
+        self._probe: FirstProbe | None = None
+        self.backends: list[Backend] = []
         self._native = native.Engine(kernel_threads or len(os.sched_getaffinity(0)))
+        sharing = Sharing(access)
         try:
             for tier in tiers:
-                self.folders.append(Folder(tier))
-                read_bps, write_bps = tier.number("read_limit") or 0, tier.number("write_limit") or 0
-                self._native.add_tier(True, read_bps, write_bps, _IO_THREADS, _IO_BLOCK_BYTES)
-            self.scheduler = Scheduler([_spec(tier) for tier in tiers], order, deadline_s)
-            self.driver = Driver(self._native, self.scheduler, self.folders, self._array_name)
+                self.backends.append(make_backend(tier, self._native, sharing))
+            self.scheduler = Scheduler([_spec(backend, profiles) for backend in self.backends], order, deadline_s)
+            self.driver = Driver(self._native, self.scheduler, self.backends, self._array_name)
         except BaseException:
-            self._native.close()
-            self._remove_folders()
+            self._stop()
+            self._close_backends()
             raise
         native.register_engine(self.number, self._native)
 
@@ -103,7 +114,7 @@ class Engine:
         """Registers an optimizer and returns its number and plan.
 
         Args:
-          name: for messages and folders.
+          name: for messages and arrays.
           leaves: one device's shards, in tree order.
           layouts: by param dtype.
           rules: by param dtype.
@@ -129,9 +140,9 @@ class Engine:
                 dtype = leaves[bucket.leaves[0]].dtype
                 self._native.add_bucket(number, index, _bucket_spec(bucket, plan, rules[dtype], reads_params[dtype]))
                 for device in devices:
-                    for folder in self.folders:
-                        array = self._bucket_array(number, index, device)
-                        folder.add_array(array, len(bucket.subgroups), bucket.record_bytes)
+                    array = self._bucket_array(number, index, device)
+                    for backend in self.backends:
+                        backend.add_array(array, len(bucket.subgroups), bucket.record_bytes)
 
             def tell_scheduler() -> None:
                 for i, device in enumerate(devices):
@@ -149,7 +160,22 @@ class Engine:
             for device in devices:
                 self._native.add_device(device)
             self.driver.call(tell_scheduler, _CALL_TIMEOUT_S)
+            if self._probe is None:
+                self._probe_tiers((plan.records - slots) * len(devices) * plan.largest_record_bytes)
             return number, plan
+
+    def _probe_tiers(self, moved_bytes: int) -> None:
+        """Has tiers of unknown bandwidth measured, one of each device, if a step moves enough for that."""
+        tiers = self.scheduler.placement.tiers
+        unknown = {tier.device: number for number, tier in reversed(list(enumerate(tiers))) if tier.read_bps is None}
+        if unknown and len(tiers) > 1 and moved_bytes >= LEAST_BYTES * len(tiers):
+            probed = [(number, self.backends[number].tier) for number in unknown.values()]
+
+            def tell(number: int, read_bps: float, write_bps: float) -> None:
+                placement = self.scheduler.placement
+                self.driver.call(lambda: placement.tell(number, read_bps, write_bps), _CALL_TIMEOUT_S)
+
+            self._probe = FirstProbe(probed, self.slot_bytes, tell)
 
     def _size(
         self, leaves: Sequence[LeafSpec], layouts: dict[str, Layout], devices: Sequence[int]
@@ -172,9 +198,9 @@ class Engine:
         if self._host_bytes is not None:
             left_bytes = self._host_bytes - self._device_slots.total() * self._slot_bytes
             slots = min(slots, left_bytes // (self._slot_bytes * len(devices)))
-        elif self.folders:
-            slots = min(slots, sizing.least_slots(len(self.folders), len(devices)))
-        if not self.folders and slots < plan.records:
+        elif self.backends:
+            slots = min(slots, sizing.least_slots(len(self.backends), len(devices)))
+        if not self.backends and slots < plan.records:
             needed = plan.records * self._slot_bytes * len(devices)
             raise ValueError(
                 f"host_memory={self._host_bytes} has no room for {needed} more bytes of state, and the store has no tier; "
@@ -244,9 +270,9 @@ class Engine:
             self._native.copy_slot(record.slot, target)
             return target
         assert record.life is Life.STORED and record.tier is not None, record
-        path = self.folders[record.tier].path_to_read(self._array_name(record), record.subgroup)
+        place = Place(self._array_name(record), record.subgroup, record.size_bytes)
         try:
-            native.read_file(path, target, record.crc, self._native.direct_in_use(record.tier))
+            self.backends[record.tier].read_now(place, target, record.crc)
         except RuntimeError as error:
             raise errors.CorruptRecordError(f"{error}; {self.scheduler.describe(record)}") from error
         return target
@@ -274,7 +300,7 @@ class Engine:
             raise error
 
     def close(self) -> None:
-        """Stops threads, ends open operations with an error, removes the folders. Idempotent.
+        """Stops threads, ends open operations with an error, removes what is stored. Idempotent.
 
         Raises:
           errors.DeadlineError: if storage does not let go of a transfer. Its thread and the slots are then left behind.
@@ -286,26 +312,45 @@ class Engine:
 
         def stop() -> None:  # on a thread of its own: either may hang in a system call
             self.driver.stop()
-            self._native.close()
+            self._stop()
 
         native.unregister_engine(self.number)
+        if self._probe is not None:
+            self._probe.stop()
         closing = threading.Thread(target=stop, name="jmo-close", daemon=True)
         closing.start()
         closing.join(self.deadline_s)
-        self._remove_folders()
+        self._close_backends()
         if closing.is_alive():
             _left_behind.append(self._native)
             raise errors.DeadlineError(
                 f"storage did not end a transfer within {self.deadline_s:g} s of closing the store"
             )
 
-    def _remove_folders(self) -> None:
-        for folder in self.folders:
-            folder.close()
+    def forked(self) -> None:
+        """This is a forked child: it has no threads of the parent's, and must not touch the tiers."""
+        self.closed = True
+        for backend in self.backends:
+            backend.forked()
+
+    def _stop(self) -> None:
+        for backend in self.backends:
+            backend.stop()
+        self._native.close()
+
+    def _close_backends(self) -> None:
+        for backend in self.backends:
+            backend.close()
 
 
-def _spec(tier: File) -> TierSpec:
-    return TierSpec(tier.name, tier.number("capacity"), tier.number("read_limit"), tier.number("write_limit"))
+def _spec(backend: Backend, profiles: list[TierProfile] | None) -> TierSpec:
+    """What placement is told of a tier: what was measured of it, but not more than its limits."""
+    spec = backend.spec()
+    found = find(backend.tier, profiles)
+    if found is None:
+        return spec
+    read_bps, write_bps = (min(found.mixed_bps, limit or math.inf) for limit in (spec.read_bps, spec.write_bps))
+    return dataclasses.replace(spec, read_bps=read_bps, write_bps=write_bps)
 
 
 def _bucket_spec(bucket: BucketPlan, plan: Plan, rule: native.RuleSpec, reads_params: bool) -> dict[str, Any]:

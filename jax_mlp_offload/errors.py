@@ -41,7 +41,7 @@ class ForeignParamsWarning(UserWarning):
 
 
 class TierWarning(UserWarning):
-    """A tier failed and was retired; the others go on."""
+    """A tier failed and was retired, or its file system is full; the others go on."""
 
 
 class SkippedStepWarning(UserWarning):

@@ -13,6 +13,8 @@ What always holds: a record is updated exactly once by each operation that ran; 
 doing is its ``life`` and nothing else. An event costs the same however many records there are, but for the first of a
 step and a failure. No thread, clock, file or jax here: times come in with the events, and ``take_actions`` gives out
 what is to be done. The same class runs under driver, simulator and fault tests. Thread contract: one thread.
+
+One class, a little longer than a file should be: every event needs what the others keep.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from jax_mlp_offload import errors
 from jax_mlp_offload.cache import DeviceCache
 from jax_mlp_offload.instances import ForeignParams, Instance, make_instance
 from jax_mlp_offload.operations import Operations
-from jax_mlp_offload.placement import QUEUE, TierSpec
+from jax_mlp_offload.placement import TierSpec
 from jax_mlp_offload.transfers import Transfers
 from jax_mlp_offload.types import Action, Life, Operation, Order, Read, Record, Update, Write
 
+_Error = errors.OffloadError | None
 STALL_GRACE_S = 0.02  # how long the next bucket may take before a record that is still needed is evicted
 
 
@@ -50,7 +53,7 @@ class Scheduler:
         self.misses = 0
         self._order = order
         self._operations = Operations(self.devices)
-        self._depth = max(1, QUEUE * len(tiers))  # records on their way out and in that keep every tier busy
+        self._depth = max(1, self.placement.depth)  # records on their way out and in that keep every tier busy
         self._moving: dict[DeviceCache, None] = {}  # devices to look at before the event is over, in order
         self._blocked: dict[DeviceCache, None] = {}  # devices that wait for a tier, in order
 
@@ -64,6 +67,7 @@ class Scheduler:
     def add_slots(self, device: int, slots: range) -> None:
         """Gives slots to a device (a new device, or more for a known one)."""
         self._device(device).add_slots(slots)
+        self.placement.add_slots(len(slots))
 
     def add_instance(
         self,
@@ -120,13 +124,15 @@ class Scheduler:
         self._operations.arrive(request, instance, bucket, device, run_id, ticket, skip)
         self._settle()
 
-    def read_done(self, record: Record, error: errors.OffloadError | None, now_s: float) -> None:
-        """A record was read, or could not be."""
+    def read_done(
+        self, record: Record, error: _Error, now_s: float, begun_s: float | None = None, free_bytes: int | None = None
+    ) -> None:
+        """A record was read, or could not be. Storage began with it at ``begun_s`` and has ``free_bytes`` left, if known."""
         self._operations.now_s = now_s
         cache = self.devices[record.device]
-        tier = self._ended(record, Life.READING, error is None)
+        tier = self._ended(record, Life.READING, error is None, begun_s, free_bytes)
         if error is not None and record.wanted_by is not None and record.void:
-            self.placement.forget(tier, record.size_bytes)  # it starts afresh: what was stored does not matter
+            self.placement.give_up(tier, record.size_bytes, record.index)  # it starts afresh: nothing stored matters
             error = None
         if error is None:
             record.tier, record.life = None, Life.READY
@@ -137,16 +143,24 @@ class Scheduler:
             cache.release(record)
             if record.wanted_by is not None:
                 self._fail(self.instances[record.instance], error, record.wanted_by.serial)
-        if self.placement.tiers[tier].spec.capacity_bytes is not None:
+        if self.placement.tiers[tier].files.bounded:
             self._unblock()
         self._moving[cache] = None
         self._settle()
 
-    def write_done(self, record: Record, crc: int, error: errors.OffloadError | None, now_s: float) -> None:
-        """A record was written out, or could not be."""
+    def write_done(
+        self,
+        record: Record,
+        crc: int,
+        error: _Error,
+        now_s: float,
+        begun_s: float | None = None,
+        free_bytes: int | None = None,
+    ) -> None:
+        """A record was written out, with this CRC32C, or could not be. For the rest see ``read_done``."""
         self._operations.now_s = now_s
         cache = self.devices[record.device]
-        tier = self._ended(record, Life.WRITING, error is None)
+        tier = self._ended(record, Life.WRITING, error is None, begun_s, free_bytes)
         record.crc = crc
         if error is None and record.wanted_by is None:
             record.life = Life.STORED
@@ -177,6 +191,13 @@ class Scheduler:
             self._operations.adopted(operation, [owner.bucket_leaf(record.bucket, leaf) for leaf in adopted_leaves])
         self._operations.updated(operation)
         self._moving[cache] = None
+        self._settle()
+
+    def space_seen(self, tier: int, free_bytes: int, now_s: float) -> None:
+        """So much is free on a tier's file system: a tier that holds nothing hears of room from nobody else."""
+        self._operations.now_s = now_s
+        self.placement.tiers[tier].files.system.seen(free_bytes)
+        self._unblock()
         self._settle()
 
     def handed_back(self, request: int, now_s: float) -> None:
@@ -266,7 +287,7 @@ class Scheduler:
         record.wanted_by = operation
         if record.life is Life.STORED and record.void:
             assert record.tier is not None
-            self.placement.forget(record.tier, record.size_bytes)
+            self.placement.give_up(record.tier, record.size_bytes, record.index)
             record.life, record.tier = Life.ABSENT, None
         if record.life in (Life.STORED, Life.ABSENT):
             cache.wait(record)
@@ -316,7 +337,9 @@ class Scheduler:
                 if cache.stuck == len(cache.slots):
                     self._fail_waiting(cache, self._transfers.why_stuck(cache.slots))
                 return
-            tier = self.placement.choose_write(record.size_bytes)
+            tier = self.placement.choose_write(record.size_bytes, record.index)
+            for full in self.placement.take_full():
+                self._operations.warn(errors.TierWarning, self._transfers.told_full(full))
             if tier is None:
                 self._blocked[cache] = None
                 return
@@ -348,13 +371,11 @@ class Scheduler:
 
     # -- tiers
 
-    def _ended(self, record: Record, life: Life, ok: bool) -> int:
+    def _ended(self, record: Record, life: Life, ok: bool, begun_s: float | None, free_bytes: int | None) -> int:
         """A record's read or write ended; returns the tier."""
-        tier = record.tier
-        if record.life is not life or tier is None:
-            raise RuntimeError(f"a transfer ended ({life.value}) that was not under way: {record}")
         cache = self.devices[record.device]
-        if self._transfers.end(record, tier, ok, self._operations.now_s):
+        tier, late = self._transfers.end(record, life, ok, self._operations.now_s, begun_s, free_bytes)
+        if late:
             cache.stuck -= 1
         else:
             cache.count(life, -1)
@@ -368,7 +389,7 @@ class Scheduler:
     def _give_up(self, record: Record) -> None:
         """Storage gives no answer. The slot stays with the request; nobody waits for it any more."""
         assert record.tier is not None
-        cause = self._transfers.give_up(record, self.describe(record))
+        cause = self._transfers.give_up(record, self.describe(record), self._operations.now_s)
         cache = self.devices[record.device]
         cache.stuck += 1
         cache.count(record.life, -1)
@@ -387,7 +408,7 @@ class Scheduler:
             return False
         for cache in self._blocked:
             record = cache.victim(desperate=True)
-            if cache.waiting and record is not None and not self.placement.can_write(record.size_bytes):
+            if cache.waiting and record is not None and not self.placement.can_write(record.size_bytes, record.index):
                 self._fail_waiting(cache, self._transfers.no_room(record, self.describe(record)))
                 return True
         return False

@@ -16,6 +16,8 @@ import jax
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.engine import Engine
+from jax_mlp_offload.exclusive import Access
+from jax_mlp_offload.profile import ProfileLike
 from jax_mlp_offload.shardings import Given
 from jax_mlp_offload.sizes import parse_bytes
 from jax_mlp_offload.stats import collect
@@ -50,9 +52,11 @@ class Store:
       subgroup_elements: elements of one subgroup, the unit of transfer; None: chosen from the sizes.
       order: ``"resident-first"`` (each step reads and writes only what did not fit), or for comparison
         ``"sequential"`` and ``"alternating"``.
-      exclusive: reserved for several processes on one device; this version takes ``"auto"`` and False.
+      exclusive: whether processes of this node that share a storage device take turns on it, each way apart: True,
+        False, or ``"auto"``: where it was measured to pay. ``stats`` says what was chosen and why.
       versions: 1; how many versions of the state are kept.
-      profile: reserved for measured bandwidths of tiers; None.
+      profile: what ``python -m jax_mlp_offload probe`` measured: the path of its JSON, or its content. None: each tier's
+        own ``tiers.json``, if there is one; else a short probe runs in the background of the first step.
       kernel_threads: threads of the fused update; None: one a core.
       deadline_s: how long storage may take for one record before its updates fail, in seconds.
 
@@ -71,7 +75,7 @@ class Store:
         order: str = "resident-first",
         exclusive: str | bool = "auto",
         versions: int = 1,
-        profile: Any = None,
+        profile: ProfileLike | None = None,
         kernel_threads: int | None = None,
         deadline_s: float = 600.0,
     ) -> None:
@@ -91,16 +95,15 @@ class Store:
             raise ValueError(f"order={order!r} is unknown; use one of {', '.join(orders)}")
         if versions != 1:
             raise ValueError(f"versions={versions!r}: this version keeps one version of the state; use versions=1")
-        if exclusive not in ("auto", False):
-            raise ValueError(f"exclusive={exclusive!r}: this version has no exclusive access; use 'auto' or False")
-        if profile is not None:
-            raise ValueError(f"profile={profile!r}: this version measures tiers as it runs; use profile=None")
+        access = Access.of(exclusive)
         if not isinstance(deadline_s, (int, float)) or not 0 < deadline_s < float("inf"):
             raise ValueError(f"deadline_s={deadline_s!r} must be a positive number of seconds")
         self._lock = threading.Lock()
         self._declared: dict[Any, Declared] = {}
         self._bound: dict[Any, Any] = {}
-        self._engine = Engine(files, host_bytes, subgroup_elements, Order(order), kernel_threads, deadline_s)
+        self._engine = Engine(
+            files, host_bytes, subgroup_elements, Order(order), kernel_threads, deadline_s, access, profile
+        )
         _live.add(self)
         _engines.add(self._engine)
 
@@ -123,11 +126,20 @@ class Store:
         """Counts so far, as a plain dict.
 
         Returns:
-          ``steps`` (updates of all optimizers), ``hits`` and ``misses`` (records found in memory, or read from a tier),
-          ``skipped_steps``, ``adopted_steps``, ``records``, ``record_bytes_total``, ``slots``, ``slot_bytes`` and
-          ``host_bytes`` (bytes), ``tiers`` (a dict each: ``name``, ``bytes_read``, ``bytes_written``, ``share`` of the
-          bytes written, ``read_bps`` and ``write_bps`` in bytes/s while busy, ``retired``), and ``optimizers`` by name
-          (``steps``, ``skipped_steps``, ``adopted_steps``, and ``failed``: the first cause, or None).
+          ``steps`` (updates of all optimizers), ``hits`` and ``misses`` (records found in memory, or read from a tier) and
+          ``hit_rate``, ``bytes_read`` and ``bytes_written`` (of all tiers), ``skipped_steps``, ``adopted_steps``,
+          ``records``, ``record_bytes_total``, ``slots``, ``slot_bytes`` and ``host_bytes`` (bytes), ``optimizers`` by name
+          (``steps``, ``skipped_steps``, ``adopted_steps``, and ``failed``: the first cause, or None), and ``tiers``, a dict
+          each:
+
+          * ``name``, ``device`` (tiers of one device share its bandwidth), ``retired``, ``retries``;
+          * ``bytes_read``, ``bytes_written``, ``reads``, ``writes``, ``read_share`` and ``share`` (of the bytes written),
+            ``bytes_read_per_step`` and ``bytes_written_per_step`` (in the last whole step; ``mean_...`` over all);
+          * ``read_bps`` and ``write_bps`` (bytes/s while busy), ``estimated_read_bps`` and ``estimated_write_bps`` (what
+            shares are made from), ``read_queue_s`` and ``write_queue_s`` (mean seconds a request waited to begin);
+          * ``stored_bytes``, ``held_bytes`` (files, those to be written over included), ``capacity_bytes``, ``free_bytes``;
+          * ``endurance`` where the tier has a rating: ``rated_bytes``, ``written_bytes``, ``used`` (part of the rating),
+            ``left_at_this_rate_s``; ``exclusive`` of a directory: ``on`` and ``why``, turns taken and waited for.
 
         Raises:
           OffloadError: if the engine has failed, or the store is closed.
@@ -136,7 +148,7 @@ class Store:
         return self._engine.driver.call(lambda: collect(self._engine), self._engine.deadline_s)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Waits for what is dispatched and in flight, frees memory and removes the tiers' folders. Idempotent.
+        """Waits for what is dispatched and in flight, frees memory and removes what is stored in the tiers. Idempotent.
 
         Raises:
           OffloadError: the first cause, if an optimizer's update failed; the store is closed all the same.
@@ -155,7 +167,7 @@ class Store:
             self._close_quietly()  # the error under way says more than ours would
 
     def __repr__(self) -> str:
-        tiers = ", ".join(repr(folder.tier.name) for folder in self._engine.folders)
+        tiers = ", ".join(repr(backend.name) for backend in self._engine.backends)
         return f"Store({tiers}{'; closed' if self._engine.closed else ''})"
 
     # -- for the optimizers
@@ -268,9 +280,9 @@ def _close_all() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """A child has no threads of its parent's engines and must not touch their folders."""
+    """A child has no threads of its parent's engines and must not touch their tiers."""
     for engine in _engines:
-        engine.closed = True
+        engine.forked()
     _engines.clear()
 
 

@@ -5,8 +5,7 @@
 3. Every action is checked against a model of what each slot and each tier holds before it is performed.
 4. At the end nothing may be open, and no slot lost.
 
-The simulation is one class, longer than a file should be: every check needs
-the model that the others keep.
+The simulation is one class, longer than a file should be: every check needs the model that the others keep.
 
 Replay a failing seed with ``python -m tests.simulator SEED`` or ``pytest tests/test_scheduler.py --replay-seed SEED``.
 """
@@ -23,7 +22,7 @@ from collections.abc import Callable
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.operations import DOOM_GRACE_S, QUIET_GRACE_S
-from jax_mlp_offload.placement import QUEUE, TierSpec
+from jax_mlp_offload.placement import TierSpec
 from jax_mlp_offload.scheduler import Scheduler
 from jax_mlp_offload.types import (
     POISON,
@@ -37,64 +36,12 @@ from jax_mlp_offload.types import (
     Warn,
     Write,
 )
+from tests.channels import Disk, Smooth, make_channels
 from tests.worlds import Execution, Pattern, Source, World, random_world
 
 
 class CheckError(AssertionError):
     """The scheduler did what it must not."""
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """Bytes that a channel moves."""
-
-    left_s: float  # if it were alone
-    done: Callable[[], None]
-
-
-class Channel:
-    """A server of bytes: one after another, or all at once with shared bandwidth."""
-
-    def __init__(self, simulation: Simulation, fifo: bool) -> None:
-        self._simulation = simulation
-        self._fifo = fifo
-        self._free_s = 0.0
-        self._jobs: list[Job] = []
-        self._since_s = 0.0
-        self._version = 0
-
-    def submit(self, alone_s: float, done: Callable[[], None]) -> None:
-        if self._fifo:
-            self._free_s = max(self._free_s, self._simulation.now_s) + alone_s
-            self._simulation.at(self._free_s, done)
-            return
-        self._advance()
-        self._jobs.append(Job(alone_s, done))
-        self._plan()
-
-    def _advance(self) -> None:
-        now_s = self._simulation.now_s
-        for job in self._jobs:
-            job.left_s -= (now_s - self._since_s) / len(self._jobs)
-        self._since_s = now_s
-
-    def _plan(self) -> None:
-        self._version += 1
-        version = self._version
-        if self._jobs:
-            least_s = max(0.0, min(job.left_s for job in self._jobs))
-            end_s = self._simulation.now_s + least_s * len(self._jobs)
-            self._simulation.at(end_s, lambda: self._finish(version))
-
-    def _finish(self, version: int) -> None:
-        if version != self._version:
-            return
-        self._advance()
-        done = [job for job in self._jobs if job.left_s < 1e-9]
-        self._jobs = [job for job in self._jobs if job.left_s >= 1e-9]
-        self._plan()
-        for job in done:
-            job.done()
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,14 +94,24 @@ class Simulation:
         self.warnings: list[Warn] = []
         self.failures: list[str] = []
         self.poisons = 0
+        self.no_space = 0  # writes that met a full file system
         self.moves: list[tuple[str, int, int]] = []  # (read/write, record, tier)
         self.by_run: dict[int, Counter[str]] = defaultdict(Counter)
+        self.tiers_by_run: dict[tuple[int, str], Counter[int | None]] = defaultdict(Counter)  # by (run, what)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._told: list[Callable[[], None]] = []
         self._values = itertools.count(1)
         specs = [
-            TierSpec(f"t{i}", t.capacity_bytes, t.read_bps if t.known else None, t.write_bps if t.known else None)
+            TierSpec(
+                f"t{i}",
+                t.capacity_bytes,
+                t.read_bps if t.known else None,
+                t.write_bps if t.known else None,
+                t.device,
+                t.queue,
+                t.free_bytes,
+            )
             for i, t in enumerate(world.tiers)
         ]
         self.scheduler = Scheduler(specs, world.order, world.deadline_s)
@@ -182,15 +139,22 @@ class Simulation:
         self.runs: list[Run] = []
         self._latest: dict[tuple[int, int], int] = defaultdict(int)  # tickets by (device, optimizer)
         self._history: dict[int, list[int]] = defaultdict(list)  # serials that ended well, by optimizer
-        self._writing: Counter[int] = Counter()
+        self._writing: Counter[int | str] = Counter()  # by device
         self._after: dict[int, list[tuple[int, int]]] = {}  # what a forced program hands over after a request
         self._hung: list[Callable[[], None]] = []
-        self._channels = [
-            (channel, channel if not t.duplex else Channel(self, t.fifo))
-            for t in world.tiers
-            for channel in [Channel(self, t.fifo)]
-        ]
-        self._kernels = [Channel(self, fifo=True) for _ in range(world.devices)]
+        # tiers of one device share what the first of them has
+        paths = [t.device if t.device is not None else f"own {i}" for i, t in enumerate(world.tiers)]
+        first = {path: world.tiers[paths.index(path)] for path in paths}
+        channels = {path: make_channels(self, model) for path, model in first.items()}
+        disks = {path: Disk(model.free_bytes) for path, model in first.items()}
+        self._paths = paths
+        self._neighbours = any(model.neighbour for model in world.tiers)
+        self._channels = [channels[path] for path in paths]
+        self.disks = [disks[path] for path in paths]
+        for path, model in first.items():
+            for time_s, taken_bytes in model.neighbour:
+                self.at(time_s, lambda disk=disks[path], taken_bytes=taken_bytes: disk.take(taken_bytes))  # type: ignore[misc]
+        self._kernels = [Smooth(self, world.kernel_bps, world.kernel_bps, fifo=True) for _ in range(world.devices)]
 
     # -- the clock
 
@@ -381,7 +345,6 @@ class Simulation:
 
     def _transfer(self, record: Record, tier: int, reading: bool, done: Callable[[bool], None]) -> None:
         model = self.world.tiers[tier]
-        bps = model.read_bps if reading else model.write_bps
         ok = self.random.random() >= (model.read_errors if reading else model.write_errors)
         if not reading and self.now_s >= model.dies_s:
             ok = False
@@ -391,7 +354,7 @@ class Simulation:
             self._hung.append(tell)
             return
         channel = self._channels[tier][0 if reading else 1]
-        channel.submit(record.size_bytes / bps, lambda: self.at(self.now_s + latency_s, tell))
+        channel.submit(record.size_bytes, reading, lambda: self.at(self.now_s + latency_s, tell))
 
     def _read(self, record: Record) -> None:
         slot = self._occupy(record, "read")
@@ -408,8 +371,11 @@ class Simulation:
             del self.busy[slot]
             if ok:
                 self.slots[slot] = record.index, value
-            self.scheduler.read_done(record, None if ok else self._error(tier, "read", record), self.now_s)
+                disk.moved_on(tier, record.index, record.size_bytes)
+            error = None if ok else self._error(tier, "read", record)
+            self.scheduler.read_done(record, error, self.now_s, begun_s, disk.free_bytes)
 
+        disk, begun_s = self.disks[tier], self.now_s
         self._transfer(record, tier, True, done)
 
     def _write(self, record: Record) -> None:
@@ -423,8 +389,11 @@ class Simulation:
         assert content is not None
         live = not self.scheduler.placement.tiers[tier].retired or self.world.batch > 1
         self._check(live, "write to a retired tier", record)
-        self._writing[tier] += 1
-        self._check(self._writing[tier] <= QUEUE, f"more than {QUEUE} writes on tier {tier}")
+        path, most = self._paths[tier], self.scheduler.placement.tiers[tier].device.wanted_queue
+        self._writing[path] += 1
+        late = [self.scheduler.records[index] for index in self.scheduler._transfers.overdue]
+        late = [r for r in late if r.life is Life.WRITING and r.tier is not None and self._paths[r.tier] == path]
+        self._check(self._writing[path] - len(late) <= most, f"more than {most} writes on the device of tier {tier}")
         self.moves.append(("write", record.index, tier))
         self._count(record, "writes")
         capacity = self.world.tiers[tier].capacity_bytes
@@ -433,14 +402,24 @@ class Simulation:
         if capacity is not None:
             held = sum(self.scheduler.records[r].size_bytes for t, r in self.stored if t == tier and self._counts(t, r))
             self._check(held + record.size_bytes <= capacity, f"tier {tier} is over its capacity")
+        for other, disk in enumerate(self.disks):
+            if other != tier:
+                disk.moved_on(other, record.index, record.size_bytes)
+        disk, begun_s = self.disks[tier], self.now_s
+        fits = disk.write(tier, record.index, record.size_bytes)
+        self._check(fits or bool(self._neighbours), f"tier {tier} has no space left", record)
+        self.no_space += not fits
 
         def done(ok: bool) -> None:
             del self.busy[slot]
-            self._writing[tier] -= 1
+            self._writing[path] -= 1
             self._check(self.slots.get(slot) == content, "slot changed while it was written", record)
-            if ok:
+            if ok and fits:
                 self.stored[tier, record.index] = content[1]
-            self.scheduler.write_done(record, 7, None if ok else self._error(tier, "write", record), self.now_s)
+            error = None if ok and fits else self._error(tier, "write", record)
+            self.scheduler.write_done(record, 7, error, self.now_s, begun_s, disk.free_bytes)
+            if record.tier != tier:
+                disk.moved_on(tier, record.index, record.size_bytes)
 
         self._transfer(record, tier, False, done)
 
@@ -481,8 +460,7 @@ class Simulation:
                 self.stored.pop((tier, record.index), None)
             self.scheduler.update_done(record, adopted, self.now_s)
 
-        seconds = record.size_bytes / self.world.kernel_bps
-        self._kernels[record.device].submit(seconds, lambda: self._tell(done))
+        self._kernels[record.device].submit(record.size_bytes, True, lambda: self._tell(done))
 
     def _hand_back(self, call: Call) -> None:
         call.handed_back += 1
@@ -543,6 +521,7 @@ class Simulation:
         operation = record.wanted_by
         number = self.calls[operation.request].run.number if operation else self._last_begun
         self.by_run[number][what] += 1
+        self.tiers_by_run[number, what][record.tier] += 1
 
     def _check(self, condition: bool, message: str, record: Record | None = None) -> None:
         if not condition:
@@ -580,7 +559,7 @@ class Simulation:
             self._check(ahead == sum(cache.ahead_bytes.values()), "bytes expected")
         for optimizer in self.scheduler.instances.values():
             self._check(len(optimizer.ledger._open) <= 64, "steps that stay open")
-        counted = [tier.stored_bytes for tier in self.scheduler.placement.tiers]
+        counted = [tier.files.stored_bytes for tier in self.scheduler.placement.tiers]
         self._check(stored == counted, "bytes held by the tiers")
 
     def _check_end(self) -> None:

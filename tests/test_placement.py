@@ -1,4 +1,4 @@
-"""Which tier a record goes to, and how fast each tier is found to be."""
+"""Which tier a record goes to: caps, shares, queues and devices."""
 
 from __future__ import annotations
 
@@ -74,6 +74,15 @@ def test_more_writes_extend_the_phase():
 # -- writes
 
 
+def begin_all(placement, size_bytes=1):
+    """Gives out writes until no tier pulls; returns how many each tier has in flight."""
+    begun = [0] * len(placement.tiers)
+    while (tier := placement.choose_write(size_bytes)) is not None:
+        placement.write_begins(tier, size_bytes, 0.0)
+        begun[tier] += 1
+    return begun
+
+
 def drain(placement, count, size_bytes=1):
     """Writes that each end before the next begins; returns how many each tier took."""
     taken = [0] * len(placement.tiers)
@@ -95,11 +104,49 @@ def test_shares_follow_the_speeds():
 def test_tier_pulls_while_its_queue_is_short():
     placement = tiers(1, 1)
     placement.begin_phase(20, 0.0)
-    chosen = []
-    while (tier := placement.choose_write(1)) is not None:
-        chosen.append(tier)
-        placement.write_begins(tier, 1, 0.0)
-    assert sorted(chosen) == [0] * QUEUE + [1] * QUEUE
+    assert begin_all(placement) == [QUEUE, QUEUE]
+
+
+def test_unknown_tiers_pull_freely_until_all_are_known():
+    placement = Placement([TierSpec("fast"), TierSpec("slow")])
+    placement.begin_phase(20, 0.0)
+    assert begin_all(placement) == [QUEUE, QUEUE]
+    for i in range(9):
+        placement.write_ends(0, 1, i + 1.0, ok=True)
+        assert placement.choose_write(1) == 0, "though it had more than half of the writes"
+        placement.write_begins(0, 1, i + 1.0)
+    placement = Placement([TierSpec("fast", None, 9, 9), TierSpec("slow")])
+    placement.begin_phase(20, 0.0)
+    placement.tell(1, 1, 1)
+    assert [tier.cap for tier in placement.tiers] == [18, 2]
+    assert drain(placement, 20) == [18, 2]
+
+
+def test_long_queue():
+    placement = Placement([TierSpec("a", None, 1, 1), TierSpec("b", None, 1, 1, queue=8), TierSpec("c", queue=1)])
+    placement.begin_phase(100, 0.0)
+    assert begin_all(placement) == [QUEUE, 8, 1], "of which none is told of slots"
+    assert placement.depth == QUEUE + 8 + 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "writes", "queue"),
+    [
+        (100, 1000, 16),
+        (32, 1000, 14),  # half of the slots, less the other's queue
+        (4, 1000, QUEUE),
+        (100, 100, 5),  # a twentieth of the phase's writes
+        (100, 10, QUEUE),
+    ],
+)
+def test_long_queue_leaves_slots_to_the_others(slots, writes, queue):
+    placement = Placement([TierSpec("a", None, 1, 1), TierSpec("b", None, 1, 1, queue=16)])
+    placement.add_slots(slots)
+    placement.begin_phase(writes, 0.0)
+    assert begin_all(placement) == [QUEUE, queue]
+    placement.retire(0)
+    placement.extend_phase(10**6)
+    assert placement.devices[1].queue == max(QUEUE, min(16, slots // 2)), "a tier that is retired needs none"
 
 
 def test_slow_tier_does_not_take_more_than_its_share():
@@ -121,10 +168,10 @@ def test_capacity():
     assert not placement.tiers[0].has_room(20)
     placement.write_begins(0, 10, 0.0)
     placement.write_ends(0, 10, 1.0, ok=False)
-    assert placement.tiers[0].stored_bytes == 10
+    assert placement.tiers[0].files.stored_bytes == 10
     placement.read_begins(0, 10, 1.0)
     placement.read_ends(0, 10, 2.0, ok=True)
-    assert placement.tiers[0].stored_bytes == 0
+    assert placement.tiers[0].files.stored_bytes == 0
 
 
 def test_full_tiers_do_not_block_the_others():
@@ -164,86 +211,98 @@ def test_what_operations_wait_for_comes_before_what_they_will_want():
     assert placement.choose_read({}, {1: 1000}) is None
 
 
-# -- estimator
-
-
-def phase(placement, bps, busy_s=1.0, now_s=0.0, requests=10):
-    """A phase of writes to tier 0 that are queued two deep."""
-    size = int(bps * busy_s / requests)
-    placement.begin_phase(requests, now_s)
-    placement.write_begins(0, size, now_s)
-    for i in range(1, requests + 1):
-        if i < requests:
-            placement.write_begins(0, size, now_s)
-        now_s += busy_s / requests
-        placement.write_ends(0, size, now_s, True)
-    placement.end_phase(now_s)
-    return now_s
-
-
-def test_bandwidth_is_bytes_per_busy_time():
-    placement = Placement([TierSpec("a")])
-    now_s = phase(placement, 300 * MB)
-    assert placement.tiers[0].writes.bps == pytest.approx(300 * MB)
-    phase(placement, 300 * MB, now_s=now_s + 100.0)
-    assert placement.tiers[0].writes.bps == pytest.approx(300 * MB), "idle time does not count"
-    assert placement.tiers[0].writes.mean_bps == pytest.approx(300 * MB)
-    assert placement.tiers[0].writes.bytes == 600 * MB
-
-
-def test_small_changes_are_smoothed_and_large_ones_taken():
-    placement = tiers(100 * MB)
-    now_s = phase(placement, 105 * MB)
-    assert placement.tiers[0].writes.bps == pytest.approx(101.5 * MB)
-    phase(placement, 50 * MB, now_s=now_s)
-    assert placement.tiers[0].writes.bps == pytest.approx(50 * MB)
-
-
-def test_short_phases_are_ignored():
-    placement = tiers(100 * MB)
-    phase(placement, 900 * MB, busy_s=0.04)
-    assert placement.tiers[0].writes.bps == 100 * MB
-
-
-def test_failed_requests_count_no_bytes():
-    placement = Placement([TierSpec("a")])
-    write(placement, 0, 100 * MB, 0.0, 1.0, ok=False)
-    placement.end_phase(1.0)
-    assert placement.tiers[0].writes.bps is None
-    assert placement.tiers[0].writes.bytes == 0
-
-
-def test_slower_direction_counts():
-    placement = Placement([TierSpec("a", None, 400.0, 100.0), TierSpec("b", None, None, 300.0), TierSpec("c")])
-    assert placement.speeds() == [100.0, 300.0, 200.0]
-    assert Placement([TierSpec("a"), TierSpec("b")]).speeds() == [1.0, 1.0]
-
-
-def test_change_in_mid_phase_is_taken_up_after_two_windows():
-    placement = tiers(100 * MB, 100 * MB)
-    placement.begin_phase(200, 0.0)
-    now_s, size = 0.0, MB
-    for _ in range(60):  # 60 records at 20 MB/s are 3 s
-        placement.write_begins(0, size, now_s)
-        now_s += size / (20 * MB)
-        placement.write_ends(0, size, now_s, True)
-        if placement.tiers[0].writes.bps != 100 * MB:
-            break
-    assert now_s == pytest.approx(0.4, abs=0.06)
-    assert placement.tiers[0].writes.bps == pytest.approx(20 * MB)
-    caps = [tier.cap for tier in placement.tiers]
-    assert caps[0] / sum(caps) == pytest.approx(1 / 6, abs=0.02)
-    assert sum(caps) == 200 - round(now_s * 20)
-    placement.end_phase(now_s)
-    assert placement.tiers[0].writes.bps == pytest.approx(20 * MB), "what was before does not count"
-
-
-def test_one_odd_window_is_not_enough():
-    placement = tiers(100 * MB)
+def test_long_queue_does_not_let_others_idle():
+    placement = Placement([TierSpec("a", None, 1, 1), TierSpec("b", None, 9, 9, queue=8)])
     placement.begin_phase(100, 0.0)
-    now_s = 0.0
-    for bps in [20 * MB] * 5 + [100 * MB] * 20 + [20 * MB] * 5 + [100 * MB] * 20:
-        placement.write_begins(0, MB, now_s)
-        now_s += MB / bps
-        placement.write_ends(0, MB, now_s, True)
-        assert placement.tiers[0].writes.bps == 100 * MB
+    for _ in range(QUEUE):
+        placement.read_begins(1, 10, 0.0)
+        placement.write_begins(1, 10, 0.0)
+    for _ in range(5):
+        write(placement, 0, 10, 0.0, 0.0)
+    assert placement.choose_read({0: 1, 1: 1000}, {}) == 0
+    assert placement.choose_write(10) == 0, "5 of its share at 1 B/s are left, of the other's 88 at 9 B/s"
+
+
+# -- devices
+
+
+def shared(queue=QUEUE, **settings):
+    """Two tiers on one device of 400 B/s, and one on another of 200."""
+    specs = [
+        TierSpec("a", None, 400.0, 400.0, device="nvme0", queue=queue, **settings),
+        TierSpec("b", None, 400.0, 400.0, device="nvme0", **settings),
+        TierSpec("c", None, 200.0, 200.0),
+    ]
+    return Placement(specs)
+
+
+def test_tiers_of_one_device_share_its_bandwidth():
+    placement = shared()
+    assert placement.speeds() == [200.0, 200.0, 200.0]
+    placement.begin_phase(30, 0.0)
+    assert [tier.cap for tier in placement.tiers] == [10, 10, 10]
+    assert [tier.write_bps for tier in placement.tiers] == [200.0] * 3
+    alone = Placement([TierSpec("a", None, 400.0, 400.0), TierSpec("b", None, 400.0, 400.0)])
+    assert alone.speeds() == [400.0, 400.0], "tiers that name no device have one each"
+    assert len(alone.devices) == 2
+
+
+def test_tiers_of_one_device_share_its_queue():
+    placement = shared()
+    placement.begin_phase(30, 0.0)
+    begun = begin_all(placement)
+    assert begun[0] + begun[1] == QUEUE
+    assert begun[2] == QUEUE
+    placement = shared(queue=5)
+    placement.begin_phase(30, 0.0)
+    begun = begin_all(placement)
+    assert begun[0] + begun[1] == 5
+    assert placement.depth == 5 + QUEUE
+
+
+def test_tiers_of_one_device_are_measured_as_one():
+    placement = Placement([TierSpec("a", device=1), TierSpec("b", device=1)])
+    placement.begin_phase(2, 0.0)
+    for tier in (0, 1):
+        placement.write_begins(tier, 100 * MB, 0.0)
+    for tier in (0, 1):
+        placement.write_ends(tier, 100 * MB, 1.0, ok=True)
+    placement.end_phase(1.0)
+    assert placement.devices[0].writes.bps == pytest.approx(200 * MB)
+    assert [tier.written.bytes for tier in placement.tiers] == [100 * MB, 100 * MB], "what each moved is its own"
+    assert [tier.written.mean_bps for tier in placement.tiers] == pytest.approx([100 * MB, 100 * MB])
+
+
+def test_tier_of_a_device_that_fails_leaves_it_to_the_others():
+    placement = shared()
+    placement.begin_phase(30, 0.0)
+    assert placement.retire(0) == ["b", "c"]
+    assert placement.speeds()[1:] == [400.0, 200.0]
+    assert [tier.cap for tier in placement.tiers] == [0, 20, 10]
+    placement.retire(1)
+    assert placement.speeds()[2] == 200.0
+    assert placement.tiers[2].cap == 30
+
+
+def test_request_without_answer_leaves_its_place_to_the_others():
+    placement = shared()
+    placement.begin_phase(30, 0.0)
+    for _ in range(QUEUE):
+        placement.write_begins(0, 10, 0.0)
+    placement.retire(0)
+    for _ in range(QUEUE):
+        placement.abandon(0, 10, reading=False, now_s=100.0)
+    assert begin_all(placement)[1] == QUEUE
+    placement.write_ends(0, 10, 200.0, ok=True, abandoned=True)
+    assert placement.choose_write(10) is None, "it counts no more when it ends after all"
+    assert placement.devices[0].writes.bps == 400.0, "nor does the time that it took"
+    assert placement.tiers[0].written.requests == 0
+
+
+def test_device_with_most_left_is_read_first():
+    placement = shared()
+    for tier in range(2):
+        placement.read_begins(tier, 10, 0.0)
+        placement.read_begins(2, 10, 0.0)
+    assert placement.choose_read({0: 100, 1: 90, 2: 100}, {}) == 2, "110 at 400 B/s and 120 at 200"
+    assert placement.choose_read({0: 100, 1: 190, 2: 100}, {}) == 1, "310 at 400 B/s"

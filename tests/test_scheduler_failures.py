@@ -45,7 +45,7 @@ def test_capacity_is_kept_and_a_full_store_says_so():
     specs = [TierSpec("small", capacity_bytes=200), TierSpec("large", capacity_bytes=400)]
     hand = Hand(specs=specs, buckets=7, slots=1)
     assert hand.step() == 1
-    assert [tier.stored_bytes for tier in hand.scheduler.placement.tiers] == [200, 400]
+    assert [tier.files.stored_bytes for tier in hand.scheduler.placement.tiers] == [200, 400]
     hand = Hand(specs=specs, buckets=8, slots=1)
     hand.step()
     assert "no tier has room for 100 bytes" in str(hand.instance.error)

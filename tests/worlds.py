@@ -7,6 +7,7 @@ import enum
 import random
 
 from jax_mlp_offload.instances import ForeignParams
+from jax_mlp_offload.placement import QUEUE
 from jax_mlp_offload.types import Order
 
 MB = 10**6
@@ -47,6 +48,12 @@ class TierModel:
     write_errors: float = 0.0
     dies_s: float = float("inf")  # writes fail from then on
     hangs_s: float = float("inf")  # requests from then on get no answer
+    changes: tuple[tuple[float, float, float], ...] = ()  # (time, read, write) bandwidths from then on
+    slice_s: float = 0.0  # it is throttled: grants its bandwidth in such slices, one at once after idling
+    device: int | None = None  # tiers of one device share its bandwidth: the first one's model counts
+    queue: int = QUEUE
+    free_bytes: int | None = None  # on the file system of its device; None: without end
+    neighbour: tuple[tuple[float, int], ...] = ()  # (time, bytes): what others then take of that space, or give back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +126,7 @@ def random_world(seed: int) -> World:
                 hangs_s=rng.random() if chance(0.1) else float("inf"),
             )
         )
+    tiers = _draw_storage(tiers, total * devices, trouble, seed)
     odd = [Source.ZERO, Source.STALE, Source.ZERO_UNASKED, Source.TWICE]
     executions = tuple(
         Execution(
@@ -149,3 +157,30 @@ def random_world(seed: int) -> World:
         may_fail=trouble,
         seed=seed,
     )
+
+
+def _draw_storage(tiers: list[TierModel], records: int, trouble: bool, seed: int) -> list[TierModel]:
+    """Draws what devices are shared, how full they are, and how their bandwidth changes."""
+    rng = random.Random(f"storage of {seed}")
+    shared = len(tiers) > 1 and rng.random() < 0.3
+    free_bytes = rng.randint(1, 2 * records) * MB if trouble and rng.random() < 0.3 else None
+    drawn = []
+    for i, tier in enumerate(tiers):
+        changes = ()
+        if rng.random() < 0.3:
+            factors = rng.choice([(0.25, 1.0), (4.0,), (0.5, 0.1, 2.0)])
+            changes = tuple((0.3 * (j + 1), tier.read_bps * f, tier.write_bps * f) for j, f in enumerate(factors))
+        drawn.append(
+            dataclasses.replace(
+                tier,
+                changes=changes,
+                slice_s=rng.choice([0.0, 0.0, 0.0, 0.1]),
+                device=0 if shared and i < 2 else None,
+                queue=rng.choice([QUEUE, QUEUE, QUEUE, 1, 16]),
+                free_bytes=free_bytes if i == 0 or (shared and i == 1) else None,
+                neighbour=((0.5, rng.randint(0, 4) * MB), (1.0, -8 * MB))
+                if i == 0 and trouble and rng.random() < 0.5
+                else (),
+            )
+        )
+    return drawn

@@ -1,0 +1,94 @@
+"""Directories, by the native engine's I/O threads (O_DIRECT where the file system has it)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jax_mlp_offload import native
+from jax_mlp_offload.backends.base import Backend, Place
+from jax_mlp_offload.backends.folder import Folder
+from jax_mlp_offload.exclusive import Sharing
+from jax_mlp_offload.tiers import File
+
+_IO_THREADS = 2  # a tier and direction
+_IO_BLOCK_BYTES = 4 * 2**20
+
+
+class DirectBackend(Backend):
+    """A directory, by the native engine's I/O threads.
+
+    Args:
+      tier: the directory.
+      engine: the native engine.
+      sharing: how the store shares its devices with others.
+
+    Raises:
+      OSError: naming the path, if it cannot be made or written.
+    """
+
+    def __init__(self, tier: File, engine: Any, sharing: Sharing) -> None:
+        self.tier = tier
+        self._engine = engine
+        self._folder = Folder(tier)
+        self.file_system = device = self._folder.device
+        read_bps, write_bps = tier.number("read_limit"), tier.number("write_limit")
+        self.device = device if read_bps is write_bps is None else None
+        self._turns = sharing.turns(device)
+        self._number: int = engine.add_tier(
+            True, read_bps or 0, write_bps or 0, _IO_THREADS, _IO_BLOCK_BYTES, self._turns.path
+        )
+        self._in_turns = self._turns.on
+        engine.set_exclusive(self._number, self._in_turns)
+
+    def free_bytes(self) -> int | None:
+        """See :class:`Backend`."""
+        return self._folder.free_bytes()
+
+    def phase_begins(self, now_s: float) -> None:
+        """See :class:`Backend`."""
+        if self._turns.phase(now_s) != self._in_turns:
+            self._in_turns = self._turns.on
+            self._engine.set_exclusive(self._number, self._in_turns)
+
+    def moved(self, size_bytes: int) -> None:
+        """See :class:`Backend`."""
+        self._turns.moved(size_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        """See :class:`Backend`."""
+        return {"exclusive": self._turns.facts() | self._engine.turns(self._number)}
+
+    def add_array(self, array: str, records: int, record_bytes: int) -> None:
+        """See :class:`Backend`."""
+        self._folder.add_array(array, records, record_bytes)
+
+    def read(self, place: Place, slot: int, crc: int, token: int) -> None:
+        """See :class:`Backend`."""
+        path = self._folder.path_to_read(place.array, place.index)
+        self._engine.read(self._number, path, slot, place.size_bytes, crc, token)
+
+    def write(self, place: Place, slot: int, token: int) -> None:
+        """See :class:`Backend`."""
+        path = self._folder.path_to_write(place.array, place.index, place.size_bytes)
+        self._engine.write(self._number, path, slot, place.size_bytes, token)
+
+    def moved_on(self, place: Place) -> None:
+        """See :class:`Backend`."""
+        self._folder.moved_on(place.array, place.index, place.size_bytes)
+
+    def read_now(self, place: Place, target: np.ndarray[Any, Any], crc: int) -> None:
+        """See :class:`Backend`."""
+        path = self._folder.path_to_read(place.array, place.index)
+        native.read_file(path, target, crc, self._engine.direct_in_use(self._number))
+
+    def forked(self) -> None:
+        """See :class:`Backend`."""
+        self._folder.forked()
+        self._turns.close()
+
+    def close(self) -> None:
+        """See :class:`Backend`."""
+        self._folder.close()
+        self._turns.close()
