@@ -25,7 +25,7 @@ from jax_mlp_offload.driver import Driver
 from jax_mlp_offload.exclusive import Access, Sharing
 from jax_mlp_offload.first_probe import LEAST_BYTES, FirstProbe
 from jax_mlp_offload.instances import ForeignParams
-from jax_mlp_offload.placement import TierSpec
+from jax_mlp_offload.placement import Device, TierSpec
 from jax_mlp_offload.plan import CELL_ELEMENTS, BucketPlan, Layout, LeafSpec, Plan, make_plan
 from jax_mlp_offload.profile import ProfileLike, TierProfile, find, read_profile
 from jax_mlp_offload.scheduler import Scheduler
@@ -58,6 +58,7 @@ class Engine:
 
     Raises:
       ValueError: if ``profile`` is none.
+      TypeError: likewise.
       OSError: if a tier cannot be used; nothing is left behind in the others.
     """
 
@@ -166,16 +167,22 @@ class Engine:
 
     def _probe_tiers(self, moved_bytes: int) -> None:
         """Has tiers of unknown bandwidth measured, one of each device, if a step moves enough for that."""
-        tiers = self.scheduler.placement.tiers
-        unknown = {tier.device: number for number, tier in reversed(list(enumerate(tiers))) if tier.read_bps is None}
-        if unknown and len(tiers) > 1 and moved_bytes >= LEAST_BYTES * len(tiers):
-            probed = [(number, self.backends[number].tier) for number in unknown.values()]
+        placement = self.scheduler.placement
+        if len(placement.devices) < 2 or moved_bytes < LEAST_BYTES * len(placement.tiers):
+            return  # a single path gets all writes, however fast it is
 
-            def tell(number: int, read_bps: float, write_bps: float) -> None:
-                placement = self.scheduler.placement
-                self.driver.call(lambda: placement.tell(number, read_bps, write_bps), _CALL_TIMEOUT_S)
+        def unknown() -> list[int]:
+            first: dict[Device, int] = {}
+            for number, tier in enumerate(placement.tiers):
+                if tier.read_bps is None or tier.write_bps is None:
+                    first.setdefault(tier.device, number)
+            return list(first.values())
 
-            self._probe = FirstProbe(probed, self.slot_bytes, tell)
+        def tell(number: int, read_bps: float, write_bps: float) -> None:
+            self.driver.call(lambda: placement.tell(number, read_bps, write_bps), _CALL_TIMEOUT_S)
+
+        if numbers := self.driver.call(unknown, _CALL_TIMEOUT_S):
+            self._probe = FirstProbe([(i, self.backends[i].tier) for i in numbers], self.slot_bytes, tell)
 
     def _size(
         self, leaves: Sequence[LeafSpec], layouts: dict[str, Layout], devices: Sequence[int]

@@ -1,7 +1,7 @@
 """A short probe of tiers whose bandwidth is unknown, in the background of the first step.
 
 It runs from the moment that an optimizer is registered, mostly while XLA still compiles, so that the first step already
-splits its writes well. It moves some hundred megabytes a tier, so it is left out where a step moves little more: such a
+splits its writes well. It moves what a tier takes in half a second, so it is left out where a step moves little more: such a
 step's own traffic tells soon enough. Thread contract: ``stop`` from any thread but the probe's.
 """
 
@@ -51,4 +51,6 @@ class FirstProbe:
             except (ProbeStoppedError, errors.ClosedError):
                 return
             except (OSError, ValueError, RuntimeError) as error:  # training goes on without, and meets the same trouble
+                if self._stop.is_set():
+                    return
                 _log.warning("tier %r could not be probed: %s", tier.name, error)

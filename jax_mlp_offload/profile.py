@@ -13,7 +13,6 @@ import dataclasses
 import datetime
 import json
 import logging
-import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,8 @@ _FORMAT = 1
 
 FILE_NAME = "tiers.json"
 """The profile beside the data, in a tier's directory."""
+
+_TOO_MUCH = 1e18  # of bytes, bytes a second and seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ class TierProfile:
                     raise ValueError(f"{field.name}={value!r} must be text that is not empty")
                 continue
             kinds = (int,) if field.type == "int" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-                what = "whole number" if field.type == "int" else "finite number"
-                raise ValueError(f"{field.name}={value!r} must be a {what} above 0")
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < _TOO_MUCH:
+                what = "whole number" if field.type == "int" else "number"
+                raise ValueError(f"{field.name}={value!r:.40} must be a {what} above 0 and below {_TOO_MUCH:g}")
         try:
             datetime.datetime.fromisoformat(self.measured_at)
         except ValueError:
@@ -192,7 +193,7 @@ def _load(path: str | os.PathLike[str]) -> Any:
             return json.load(file)
     except OSError as error:
         raise ValueError(f"profile {os.fspath(path)!r} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"profile {os.fspath(path)!r} is no JSON: {error}") from error
 
 

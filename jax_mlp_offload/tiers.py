@@ -62,7 +62,7 @@ class File:
         return _number(self, field)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Remote:
     """A key-value store that TensorStore opens: an object store, or any other.
 
@@ -98,7 +98,9 @@ class Remote:
     def __post_init__(self) -> None:
         if isinstance(self.kvstore, Mapping):
             if not isinstance(self.kvstore.get("driver"), str):
-                raise ValueError(f"Remote({dict(self.kvstore)!r}): a kvstore spec needs a 'driver', such as 's3'")
+                raise ValueError(
+                    f"Remote(...): a kvstore spec needs a 'driver', such as 's3'; this has {sorted(map(str, self.kvstore))}"
+                )
         elif not isinstance(self.kvstore, str):
             raise TypeError(f"Remote({self.kvstore!r}): give a URL or a TensorStore kvstore spec")
         elif not _is_url(self.kvstore):
@@ -116,6 +118,9 @@ class Remote:
             raise ValueError(
                 f"Remote({self.name!r}, request_timeout_s={self.request_timeout_s!r}) must be a positive number of seconds"
             )
+
+    def __repr__(self) -> str:  # without what may be secret
+        return f"Remote({self.name!r})"
 
     @property
     def _driver(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,8 +41,12 @@ pytestmark = pytest.mark.timeout(60)
         ({"order": "lru"}, ValueError, r"order='lru'.*resident-first.*sequential|order='lru'.*sequential"),
         ({"versions": 2}, ValueError, r"versions=2.*versions=1"),
         ({"versions": 0}, ValueError, r"versions=0"),
-        ({"exclusive": "always"}, ValueError, r"exclusive='always'.*auto"),
-        ({"profile": "x.json"}, ValueError, r"profile='x.json'"),
+        ({"exclusive": "always"}, ValueError, r"exclusive='always'.*'auto', True or False"),
+        ({"exclusive": None}, ValueError, r"exclusive=None.*'auto'"),
+        ({"exclusive": 1}, ValueError, r"exclusive=1.*'auto'"),
+        ({"profile": "x.json"}, ValueError, r"profile 'x.json' cannot be read: No such file"),
+        ({"profile": {}}, ValueError, r"is no profile.*format"),
+        ({"profile": 7}, TypeError, r"profile is 7.*path"),
         ({"deadline_s": 0}, ValueError, r"deadline_s=0"),
         ({"deadline_s": -1.0}, ValueError, r"deadline_s=-1.0"),
         ({"deadline_s": float("nan")}, ValueError, r"deadline_s=nan"),
@@ -56,75 +58,6 @@ def test_store_arguments(arguments, error, message, tmp_path):
         jmo.Store(tmp_path, **arguments)
     assert not list(tmp_path.iterdir())
     assert not live_stores()
-
-
-@pytest.mark.parametrize("url", ["s3://bucket/run7", "gs://bucket", "file:///tmp/x", "http://host/x"])
-def test_url_tiers(url):
-    with pytest.raises(ValueError, match=f"{url}.*URL.*directory"):
-        jmo.Store(url)
-    assert not os.path.exists(url.split("/", maxsplit=1)[0])
-
-
-@pytest.mark.parametrize("tier", [None, 3, b"/tmp", ["/tmp"], {"path": "/tmp"}])
-def test_tiers_that_are_no_paths(tier):
-    with pytest.raises(TypeError, match=r"jmo\.File|directory"):
-        jmo.Store(tier)
-
-
-def test_empty_path():
-    with pytest.raises(TypeError, match="''"):
-        jmo.Store("")
-
-
-def test_the_same_tier_twice(tmp_path, monkeypatch):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    monkeypatch.chdir(tmp_path)
-    for one, two in [("a", "a"), ("a", "a/"), ("a", tmp_path / "a"), ("link", jmo.File("a"))]:
-        with pytest.raises(ValueError, match=r"same directory.*once"):
-            jmo.Store(one, two)
-    assert not list((tmp_path / "a").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"capacity": "lots"}, ValueError, "capacity.*'lots'"),
-        ({"capacity": 0}, ValueError, "capacity=0"),
-        ({"read_limit": "0B"}, ValueError, "read_limit='0B'"),
-        ({"write_limit": -1}, ValueError, "write_limit.*-1"),
-        ({"write_limit": "4 furlongs"}, ValueError, "write_limit.*furlongs"),
-        ({"io": "mmap"}, ValueError, "io='mmap'.*native"),
-        ({"read_limit": [1]}, TypeError, r"read_limit.*\[1\]"),
-    ],
-)
-def test_file_arguments(arguments, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        jmo.File(tmp_path, **arguments)
-
-
-def test_tiers_that_cannot_be_written(tmp_path):
-    """Permissions do not bind root, so these are paths that nobody can write."""
-    (tmp_path / "file").write_text("")
-    (tmp_path / "good").mkdir()
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
-    bad = ["file", "file/below", "no/such/parent", "dangling", "/proc/jmo-test", "/sys/jmo-test", "x" * 300]
-    for path in bad:
-        full = os.path.join(tmp_path, path)
-        with pytest.raises(OSError, match=r"cannot be used.*give a directory") as caught:
-            jmo.Store(tmp_path / "good", full)
-        assert full in str(caught.value)
-        # what the good tier got is gone again
-        assert not list((tmp_path / "good").iterdir())
-    assert (tmp_path / "file").read_text() == ""
-    assert not live_stores()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_tier_without_permission(tmp_path):
-    (tmp_path / "sealed").mkdir(mode=0o500)
-    with pytest.raises(PermissionError, match="sealed"):
-        jmo.Store(tmp_path / "sealed")
 
 
 # -- host memory
