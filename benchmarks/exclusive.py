@@ -88,13 +88,13 @@ def _together(args: argparse.Namespace, mode: bool | str) -> dict[str, Any]:
         results.append(json.loads(out.splitlines()[-1]))
     begin_s = max(result["moments"][0][0] for result in results)
     end_s = min(result["moments"][-1][0] for result in results)
-    total_bps = sum(_bytes_at(r["moments"], end_s) - _bytes_at(r["moments"], begin_s) for r in results) / (
+    total_bps = sum(bytes_at(r["moments"], end_s) - bytes_at(r["moments"], begin_s) for r in results) / (
         end_s - begin_s
     )
     return {"total_bps": total_bps, "together_s": end_s - begin_s, "exclusive": [r["exclusive"] for r in results]}
 
 
-def _bytes_at(moments: list[list[float]], time_s: float) -> float:
+def bytes_at(moments: list[list[float]], time_s: float) -> float:
     """Bytes moved each way until a time, between the ends of steps in proportion."""
     for (s0, b0), (s1, b1) in itertools.pairwise(moments):
         if s0 <= time_s <= s1:

@@ -52,7 +52,6 @@ class Direction:
     """Requests of one device in one direction, and the bandwidth that they show (``bps``, bytes/s; None: unknown)."""
 
     bps: float | None
-    last_bps: float | None = None  # of the last phase alone; None: it moved too little to tell
     in_flight: int = 0
     in_flight_bytes: int = 0
     _busy_since_s: float = 0.0
@@ -96,17 +95,16 @@ class Direction:
     def close_phase(self, now_s: float) -> None:
         """Takes up what the phase showed."""
         self._add(0, now_s, 0)
-        self._window, self._last_window_bps, self.last_bps = _Span(self.in_flight), None, None
+        self._window, self._last_window_bps = _Span(self.in_flight), None
         phase = self._phase
         if phase.busy_s < _MIN_BUSY_S:
             return
         self._phase = _Span(self.in_flight)
         if phase.size_bytes > 0 and phase.is_fair(self.in_flight):
-            self.last_bps = phase.bps
-            if self.bps is None or abs(self.last_bps - self.bps) > _JUMP * self.bps:
-                self.bps = self.last_bps
+            if self.bps is None or abs(phase.bps - self.bps) > _JUMP * self.bps:
+                self.bps = phase.bps
             else:
-                self.bps += _ALPHA * (self.last_bps - self.bps)
+                self.bps += _ALPHA * (phase.bps - self.bps)
 
     def _add(self, size_bytes: int, now_s: float, requests: int) -> None:
         busy_s = now_s - self._busy_since_s if self.in_flight else 0.0

@@ -66,11 +66,6 @@ class Device:
         """The slower direction's bandwidth, bytes/s: what was written to a tier is what is read from it next."""
         return min((d.bps for d in (self.reads, self.writes) if d.bps), default=None)
 
-    @property
-    def last_bps(self) -> float | None:
-        """The same, as the last phase alone showed it; None: it moved too little to tell."""
-        return min((d.last_bps for d in (self.reads, self.writes) if d.last_bps), default=None)
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Tier:

@@ -104,14 +104,6 @@ def test_one_odd_window_is_not_enough():
         assert placement.devices[0].writes.bps == 100 * MB
 
 
-def test_last_phase_alone_is_told():
-    placement = tiers(100 * MB)
-    now_s = phase(placement, 105 * MB)
-    assert placement.devices[0].last_bps == pytest.approx(105 * MB)
-    phase(placement, 105 * MB, busy_s=0.01, now_s=now_s)
-    assert placement.devices[0].last_bps is None
-
-
 def test_unknown_bandwidth_is_taken_from_two_windows():
     placement = Placement([TierSpec("a"), TierSpec("b", None, 100 * MB, 100 * MB)])
     placement.begin_phase(100, 0.0)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import jax_mlp_offload as jmo
-from benchmarks import kernel, report
+from benchmarks import adapt, equal, exclusive, kernel, report
 from benchmarks.limit import (
     Bandwidth,
     Overlap,
@@ -135,6 +135,20 @@ def test_split_tier(text, expected):
     assert split_tier(text) == expected
 
 
+def test_shares_after_a_change():
+    change = adapt.Change.parse("2:0:100:echo 1:2")
+    assert change == adapt.Change(2, 0, 100e6, "echo 1:2")
+    ideal = adapt.ideals([400e6, 200e6], [change], 6)
+    assert ideal == [[pytest.approx(x), pytest.approx(1 - x)] for x in [2 / 3] * 2 + [1 / 3] * 4]
+    for shares, after in [([0.67, 0.66, 0.5, 0.33, 0.34, 0.33], 1), ([1 / 3] * 6, 0), ([0.5] * 6, None)]:
+        assert adapt.settled_after([[x, 1 - x] for x in shares], ideal, 2, 6) == after
+
+
+def test_bytes_until_a_time():
+    moments = [[1.0, 10.0], [2.0, 30.0], [4.0, 40.0]]
+    assert [exclusive.bytes_at(moments, time_s) for time_s in (1.0, 1.5, 3.0, 4.0)] == [10, 20, 35, 40]
+
+
 def test_bytes_of_the_kernel():
     assert kernel.bytes_per_param("float32", decay=True) == 28
     assert kernel.bytes_per_param("float32", decay=False) == 24
@@ -203,3 +217,34 @@ def test_step_runs(tmp_path, two_tiers, mode):
     moved = sum(tier["bytes_written_per_step"] for tier in figures["tiers"])
     assert moved == pytest.approx(figures["misses_per_step"] * figures["slot_bytes"], rel=0.1)
     assert figures["driver"]["events_per_step"] >= figures["records"] + 2 * figures["misses_per_step"]
+
+
+def test_adapt_runs(tmp_path, two_tiers):
+    flag = tmp_path / "changed"
+    figures = _run(
+        "benchmarks.adapt", "--params", "1e6", "--layers", "4", "--host-memory", "4MB", "--steps", "4",
+        "--tier", f"{two_tiers[0]}:200", "--change", f"2:0:100:touch {flag}",
+        "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png"),
+    )  # fmt: skip
+    assert flag.exists()
+    assert figures["written"] == [[1.0]] * 4
+    assert figures["read"] == [[0.0]] + [[1.0]] * 3
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_exclusive_runs(tmp_path, two_tiers):
+    figures = _run(
+        "benchmarks.exclusive", "--params", "1e6", "--layers", "4", "--host-memory", "4MB", "--steps", "6",
+        "--rounds", "1", "--tier", two_tiers[0], "--json", str(tmp_path / "a.json"),
+    )  # fmt: skip
+    assert figures["total_bps"].keys() == {"False", "True", "auto"}
+    for process in figures["runs"]["True"][0]["exclusive"]:
+        assert all(tier["on"] and tier["write"][0] > 0 for tier in process)
+
+
+def test_equal_says_whether_bits_are(two_tiers, capsys):
+    arguments = ["--params", "1e6", "--layers", "4", "--host-memory", "4MB", "--steps", "3"]
+    assert equal.main([*arguments, "--tier", two_tiers[0], "--tier", '{"driver": "memory", "path": "x/"}']) == 0
+    shown = capsys.readouterr().out
+    assert "; 0 differ" in shown
+    assert "memory://x" in shown

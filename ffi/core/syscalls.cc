@@ -161,6 +161,7 @@ Status File::size(uint64_t* size) const {
 int64_t File::free_bytes() const {
   struct statvfs info;
   if (fd_ < 0 || retry_interrupted([&] { return syscalls().fstatvfs(fd_, &info); }) != 0) return -1;
+  if (info.f_blocks == 0) return -1;  // one that does not count its space
   return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
 }
 

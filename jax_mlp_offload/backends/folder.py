@@ -74,10 +74,10 @@ class Folder:
         """The number of the device that it lies on."""
         return os.stat(self.path).st_dev
 
-    def free_bytes(self) -> int:
-        """Bytes of the file system that this user may still take."""
+    def free_bytes(self) -> int | None:
+        """Bytes of the file system that this user may still take; None: it does not count its space."""
         found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def add_array(self, name: str, records: int, record_bytes: int) -> None:
         """Makes the Zarr array of one bucket on one device.
