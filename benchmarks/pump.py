@@ -16,10 +16,9 @@ from typing import Any
 
 from benchmarks.limit import Bandwidth
 from jax_mlp_offload import native
+from jax_mlp_offload.backends.direct import IO_BLOCK_BYTES, IO_THREADS
 from jax_mlp_offload.tiers import File
 
-_THREADS = 2
-_BLOCK_BYTES = 4 * 2**20
 _FILES = 8  # a tier; half are being written or wait to be read
 _IN_FLIGHT = 2  # a tier and direction
 _WAIT_S = 60.0
@@ -57,7 +56,7 @@ def measure_tiers(tiers: Sequence[File], seconds: float = 2.0, record_bytes: int
         states = []
         for index, tier in enumerate(tiers):
             limits = (tier.number("read_limit") or 0, tier.number("write_limit") or 0)
-            engine.add_tier(True, *limits, _THREADS, _BLOCK_BYTES)
+            engine.add_tier(True, *limits, IO_THREADS, IO_BLOCK_BYTES)
             pathlib.Path(tier.path).mkdir(exist_ok=True)
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pump-", dir=tier.path))
             states.append(_Tier(index, pathlib.Path(folder), empty=collections.deque(range(_FILES))))

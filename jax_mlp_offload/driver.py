@@ -141,11 +141,15 @@ class Driver:
     def _begin_phase(self, now_s: float) -> None:
         for number, (backend, tier) in enumerate(zip(self._backends, self._scheduler.placement.tiers, strict=True)):
             backend.phase_begins(now_s)
-            if tier.files.bounded and not tier.retired and tier.files.stored_bytes == 0:
-                # it took nothing for want of room, so that no transfer tells of room that there is again
+            if tier.retired or not tier.files.bounded:
+                continue
+            try:  # a tier that took nothing for want of room has no transfer that tells of room there is again
                 free_bytes = backend.free_bytes()
-                if free_bytes is not None:
-                    self._scheduler.space_seen(number, free_bytes, now_s)
+            except OSError as error:  # the next write to it fails likewise, and retires it
+                _log.info("tier %r: %s", backend.name, error)
+                continue
+            if free_bytes is not None:
+                self._scheduler.space_seen(number, free_bytes, now_s)
 
     def _tell(self, event: tuple[Any, ...], now_s: float) -> None:
         scheduler = self._scheduler

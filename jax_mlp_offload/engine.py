@@ -129,6 +129,8 @@ class Engine:
           errors.OffloadError: if the driver has failed, or gives no answer.
         """
         with self._lock:
+            if self.closed:
+                raise errors.ClosedError("the store is closed")
             number = next(self._instances)  # not used again if anything below fails
             plan, slot_bytes, slots = self._size(leaves, layouts, devices)
             first = self._native.slot_count()

@@ -88,6 +88,8 @@ class Trial:
         """
         if self._left > 0:
             self._left -= 1
+            if self._left == 0:
+                self.on = self._schedule[0][1]  # the trial's first phase, which is not counted
             return self.on
         if seen_bps is not None:
             number, on, counted = self._schedule.pop(0)
@@ -132,8 +134,11 @@ class Turns:
             try:
                 self._join(device)
             except OSError as error:
-                self.close()
-                self._why = f"no locks here: {error}"
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.close()
+        self._why = f"no locks here: {error}"
 
     def _join(self, device: int) -> None:
         path = _directory() / f"{os.major(device)}.{os.minor(device)}"
@@ -158,7 +163,10 @@ class Turns:
     def phase(self, now_s: float) -> bool:
         """An update phase begins; returns whether it takes turns. Each of the device's tiers may ask."""
         if self.access is Access.AUTO and self._file >= 0 and now_s != self._last[0]:
-            self.on = self._choose(self._seen_bps(now_s))
+            try:
+                self.on = self._choose(self._seen_bps(now_s))
+            except OSError as error:
+                self._give_up(error)
         return self.on
 
     def _seen_bps(self, now_s: float) -> float | None:

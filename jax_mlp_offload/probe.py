@@ -103,7 +103,7 @@ def measure(
     """
     _check_arguments(record_bytes, seconds)
     report = _reporter(progress or _ignore)
-    depth = _REMOTE_DEPTH if isinstance(tier, Remote) else _FILE_DEPTH
+    depth = _depth(tier)
     with _left_as_found(tier):
         record_bytes, rows = _fit(tier, record_bytes, depth)
         with contextlib.closing(_Traffic(tier, record_bytes, rows, depth, stop)) as traffic:
@@ -134,7 +134,8 @@ def measure_briefly(
 ) -> tuple[float, float]:
     """Bytes/s (read, written) while a tier reads and writes 1:1, for use beside a running step.
 
-    4 slots and 4 rows of ``record_bytes``, at most 4 MiB each, and limits of the tier's own beside those of a store's.
+    4 slots and 4 rows of ``record_bytes`` (a key-value store: 8), at most 4 MiB each, and limits of the tier's own
+    beside those of a store's.
 
     Args:
       tier: what to measure.
@@ -147,8 +148,9 @@ def measure_briefly(
     """
     _check_arguments(record_bytes, seconds)
     with _left_as_found(tier):
-        record_bytes, _ = _fit(tier, min(record_bytes, _BRIEF_BYTES), _FILE_DEPTH)
-        with contextlib.closing(_Traffic(tier, record_bytes, 2 * _FILE_DEPTH, _FILE_DEPTH, stop)) as traffic:
+        depth = _depth(tier)
+        record_bytes, _ = _fit(tier, min(record_bytes, _BRIEF_BYTES), depth)
+        with contextlib.closing(_Traffic(tier, record_bytes, 2 * depth, depth, stop)) as traffic:
             traffic.prepare(seconds, _ignore)
             speeds = traffic.bandwidths([_Way.READ, _Way.WRITE], seconds, _ignore)
             return speeds[_Way.READ], speeds[_Way.WRITE]
@@ -338,6 +340,10 @@ def _check_arguments(record_bytes: int, seconds: float) -> None:
         raise ValueError(f"record_bytes={record_bytes!r} must be a whole number of at least 1")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise ValueError(f"seconds={seconds!r} must be a positive number")
+
+
+def _depth(tier: Tier) -> int:
+    return _REMOTE_DEPTH if isinstance(tier, Remote) else _FILE_DEPTH
 
 
 def _fit(tier: Tier, record_bytes: int, depth: int) -> tuple[int, int]:

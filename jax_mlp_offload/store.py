@@ -46,7 +46,8 @@ class Store:
     """Host memory and tiers for optimizer states, and the engine that moves them.
 
     Args:
-      *tiers: directories (paths or :class:`File`); none: everything stays in host memory.
+      *tiers: directories (paths or :class:`File`) and key-value stores (URLs or :class:`Remote`); none: everything stays
+        in host memory.
       host_memory: bytes for state kept in memory, over all devices of this process: a number, or text such as
         ``"16GiB"``. None: as much as the state needs without tiers; the least that runs well with tiers.
       subgroup_elements: elements of one subgroup, the unit of transfer; None: chosen from the sizes.
@@ -132,11 +133,13 @@ class Store:
           (``steps``, ``skipped_steps``, ``adopted_steps``, and ``failed``: the first cause, or None), and ``tiers``, a dict
           each:
 
-          * ``name``, ``device`` (tiers of one device share its bandwidth), ``retired``, ``retries``;
+          * ``name``, ``device`` (tiers of one device share its bandwidth), ``retired``, ``retries`` (and of a key-value
+            store ``requests``, ``timeouts``, ``retry_wait_s``, ``deletes_failed``);
           * ``bytes_read``, ``bytes_written``, ``reads``, ``writes``, ``read_share`` and ``share`` (of the bytes written),
             ``bytes_read_per_step`` and ``bytes_written_per_step`` (in the last whole step; ``mean_...`` over all);
-          * ``read_bps`` and ``write_bps`` (bytes/s while busy), ``estimated_read_bps`` and ``estimated_write_bps`` (what
-            shares are made from), ``read_queue_s`` and ``write_queue_s`` (mean seconds a request waited to begin);
+          * ``read_bps`` and ``write_bps`` (bytes/s while busy, for ``read_busy_s`` and ``write_busy_s``),
+            ``estimated_read_bps`` and ``estimated_write_bps`` (what shares are made from), ``read_queue_s`` and
+            ``write_queue_s`` (mean seconds a request waited to begin);
           * ``stored_bytes``, ``held_bytes`` (files, those to be written over included), ``capacity_bytes``, ``free_bytes``;
           * ``endurance`` where the tier has a rating: ``rated_bytes``, ``written_bytes``, ``used`` (part of the rating),
             ``left_at_this_rate_s``; ``exclusive`` of a directory: ``on`` and ``why``, turns taken and waited for.

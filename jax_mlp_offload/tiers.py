@@ -76,7 +76,7 @@ class Remote:
       read_limit: most bytes/s to read; None: no limit.
       write_limit: most bytes/s to write.
       connections: most requests under way at once.
-      request_timeout_s: how long one request may take, in seconds. It is then given up; a read is tried again.
+      request_timeout_s: how long one request may take, in seconds. It is then given up, and tried again twice at most.
       retries: how often a request is tried again after an answer that says so (429, 5xx) or a lost connection, with
         growing and random pauses in between.
       object_bytes: size of an object; a larger record is several objects, moved in parallel.
@@ -102,9 +102,10 @@ class Remote:
                     f"Remote(...): a kvstore spec needs a 'driver', such as 's3'; this has {sorted(map(str, self.kvstore))}"
                 )
         elif not isinstance(self.kvstore, str):
-            raise TypeError(f"Remote({self.kvstore!r}): give a URL or a TensorStore kvstore spec")
+            raise TypeError(f"Remote of a {type(self.kvstore).__name__}: give a URL or a TensorStore kvstore spec")
         elif not _is_url(self.kvstore):
-            raise ValueError(f"Remote({self.kvstore!r}) is no URL; give a directory as a path, or as jmo.File(...)")
+            shown = self.kvstore.rpartition("@")[2]
+            raise ValueError(f"Remote({shown!r}) is no URL; give a directory as a path, or as jmo.File(...)")
         if self._driver in _READ_ONLY:
             raise ValueError(
                 f"tier {self.name!r}: TensorStore only reads over plain {self._driver}; give a store that takes writes"
@@ -155,7 +156,7 @@ def as_tiers(tiers: Sequence[TierLike]) -> list[Tier]:
     seen: dict[str, str] = {}
     for given in tiers:
         tier = _as_tier(given)
-        real = os.path.realpath(tier.path) if isinstance(tier, File) else repr(tier.kvstore).rstrip("/")
+        real = os.path.realpath(tier.path) if isinstance(tier, File) else str(tier.kvstore).rstrip("/")
         if real in seen:
             what = "directory" if isinstance(tier, File) else "place"
             raise ValueError(f"tier {tier.name!r} is the same {what} as {seen[real]!r}; give each {what} once")

@@ -60,6 +60,10 @@ def test_a_password_in_a_url_is_not_shown():
         with pytest.raises(ValueError, match="bucket/run") as caught:
             jmo.Remote(tier.kvstore, **arguments)
         assert "hunter2" not in str(caught.value)
+    for wrong in ("s3//user:hunter2@bucket", b"s3://user:hunter2@bucket"):
+        with pytest.raises((ValueError, TypeError), match="Remote") as caught:
+            jmo.Remote(wrong)
+        assert "hunter2" not in str(caught.value)
     with pytest.raises(ValueError, match="driver") as caught:
         jmo.Remote({"key": "hunter2"})
     assert "hunter2" not in str(caught.value)
@@ -68,6 +72,12 @@ def test_a_password_in_a_url_is_not_shown():
 def test_empty_path():
     with pytest.raises(TypeError, match="''"):
         jmo.Store("")
+
+
+@pytest.mark.parametrize("pair", [("s3://b/p", "s3://b/p/"), ("memory://x", jmo.Remote("memory://x"))])
+def test_the_same_store_twice(pair):
+    with pytest.raises(ValueError, match="same place"):
+        jmo.Store(*pair)
 
 
 def test_the_same_tier_twice(tmp_path, monkeypatch):

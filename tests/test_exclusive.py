@@ -53,6 +53,16 @@ def test_a_trial_is_repeated():
     assert tried / RETRIAL_PHASES < 0.01  # the part of phases that trials spend with turns
 
 
+def test_nor_in_a_trial_that_is_repeated():
+    trial, on, before = Trial(), False, False
+    for _ in range(RETRIAL_PHASES + 2 * TRIED):
+        bps = 1.0 if on != before else (300.0 if on else 100.0)
+        before, on = on, trial.phase(bps)
+        if trial.gain is not None:
+            assert trial.gain == pytest.approx(3.0)
+    assert on
+
+
 def test_one_good_round_is_not_enough():
     trial, on, seen = Trial(), False, 0
     for _ in range(40):

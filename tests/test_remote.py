@@ -20,6 +20,7 @@ import jax_mlp_offload as jmo
 from jax_mlp_offload import native
 from jax_mlp_offload.backends.home import Lease
 from jax_mlp_offload.backends.zarr import metadata
+from tests.processes import start_python
 from tests.servers import CHUNKS, PAGE, RECORD, SLOTS, quick, threads
 from tests.support import (
     BF16,
@@ -35,7 +36,6 @@ from tests.support import (
     run_reference,
     tiered,
 )
-from tests.test_cases_storage import start_python
 
 pytest_plugins = ("tests.server_fixtures",)
 pytestmark = pytest.mark.timeout(90)

@@ -103,7 +103,6 @@ class KernelPool::Impl {
  public:
   explicit Impl(int threads) {
     for (int i = 0; i < std::max(threads, 1); ++i) workers_.emplace_back([this] { work(); });
-    for (const std::thread& worker : workers_) ids_.push_back(worker.get_id());
   }
 
   void push(EntryPtr entry) {
@@ -116,9 +115,7 @@ class KernelPool::Impl {
   }
 
   void close() {
-    for (const std::thread::id id : ids_) {
-      if (id == std::this_thread::get_id()) die("close() was called from a kernel thread");
-    }
+    if (in_pool == this) die("close() was called from a kernel thread");
     const std::lock_guard<std::mutex> closing(close_mutex_);  // a second caller waits for the first
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -135,6 +132,9 @@ class KernelPool::Impl {
   int threads() const { return static_cast<int>(workers_.size()); }
 
  private:
+  // The pool whose thread this is. (Ids of threads that have ended are given to others.)
+  static thread_local const Impl* in_pool;
+
   // The next piece, or a null entry when the pool closes and nothing is left. While a piece is under way its
   // `done` may submit more, so the other threads stay until it has ended.
   std::pair<EntryPtr, int64_t> take() {
@@ -159,6 +159,7 @@ class KernelPool::Impl {
   }
 
   void work() {
+    in_pool = this;
     set_flush_denormals();
     for (;;) {
       auto [entry, piece] = take();
@@ -182,8 +183,9 @@ class KernelPool::Impl {
   bool closed_ = false;
   std::mutex close_mutex_;
   std::vector<std::thread> workers_;
-  std::vector<std::thread::id> ids_;  // joined threads have none
 };
+
+thread_local const KernelPool::Impl* KernelPool::Impl::in_pool = nullptr;
 
 KernelPool::KernelPool(int threads) : impl_(std::make_unique<Impl>(threads)) {}
 KernelPool::~KernelPool() { close(); }

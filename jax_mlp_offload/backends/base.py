@@ -1,7 +1,7 @@
 """How records get to a tier and back: what the driver asks of each.
 
 Thread contract: a backend is used by the driver's thread only, but for ``add_array``, which any thread may call before
-others use that array, and ``close``, which comes after the driver has ended.
+others use that array; ``stop`` and ``close``, which come when the driver has ended or is given up; and ``forked``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Place:
 class Backend(abc.ABC):
     """One tier's mechanism. Transfers end as events ``read`` and ``written`` of the native engine, with their token.
 
-    What always holds: each transfer that began ends with exactly one event, and touches its slot no more after that.
+    What always holds: a transfer that began ends with one event, and touches its slot no more after that. (One that
+    storage never lets go of has none, also at the end.)
     """
 
     tier: Tier

@@ -12,8 +12,8 @@ from jax_mlp_offload.backends.folder import Folder
 from jax_mlp_offload.exclusive import Sharing
 from jax_mlp_offload.tiers import File
 
-_IO_THREADS = 2  # a tier and direction
-_IO_BLOCK_BYTES = 4 * 2**20
+IO_THREADS = 2  # a tier and direction
+IO_BLOCK_BYTES = 4 * 2**20
 
 
 class DirectBackend(Backend):
@@ -37,7 +37,7 @@ class DirectBackend(Backend):
         self.device = device if read_bps is write_bps is None else None
         self._turns = sharing.turns(device)
         self._number: int = engine.add_tier(
-            True, read_bps or 0, write_bps or 0, _IO_THREADS, _IO_BLOCK_BYTES, self._turns.path
+            True, read_bps or 0, write_bps or 0, IO_THREADS, IO_BLOCK_BYTES, self._turns.path
         )
         self._in_turns = self._turns.on
         engine.set_exclusive(self._number, self._in_turns)

@@ -147,7 +147,7 @@ class Folder:
 
 def _remove_leftovers(root: pathlib.Path) -> None:
     """Removes folders of ours whose process is gone: their lock is free."""
-    unborn = [new for new in root.glob(f".new-{_PREFIX}*") if time.time() - new.stat().st_mtime > _UNBORN_S]
+    unborn = [new for new in root.glob(f".new-{_PREFIX}*") if _age_s(new) > _UNBORN_S]
     for folder in [*root.glob(f"{_PREFIX}*"), *unborn]:
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -161,3 +161,10 @@ def _remove_leftovers(root: pathlib.Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _age_s(folder: pathlib.Path) -> float:
+    try:
+        return time.time() - folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # it is locked by now, and has its name
