@@ -50,6 +50,10 @@ class File:
             raise TypeError(f"a tier's path is {self.path!r}; give a directory")
         if self.io not in _IO:
             raise ValueError(f"File(io={self.io!r}) is unknown; use {' or '.join(map(repr, _IO))}")
+        if self.io == "tensorstore" and "\\" in os.fspath(self.path):
+            raise ValueError(
+                f"File({os.fspath(self.path)!r}): TensorStore takes a backslash for a slash; use io='native'"
+            )
         _check_sizes(self, f"File({os.fspath(self.path)!r}, ")
 
     @property
@@ -102,7 +106,7 @@ class Remote:
                     f"Remote(...): a kvstore spec needs a 'driver', such as 's3'; this has {sorted(map(str, self.kvstore))}"
                 )
         elif not isinstance(self.kvstore, str):
-            raise TypeError(f"Remote of a {type(self.kvstore).__name__}: give a URL or a TensorStore kvstore spec")
+            raise TypeError(f"Remote(<{type(self.kvstore).__name__}>): give a URL or a TensorStore kvstore spec")
         elif not _is_url(self.kvstore):
             shown = self.kvstore.rpartition("@")[2]
             raise ValueError(f"Remote({shown!r}) is no URL; give a directory as a path, or as jmo.File(...)")
@@ -124,6 +128,11 @@ class Remote:
         return f"Remote({self.name!r})"
 
     @property
+    def is_directory(self) -> bool:
+        """Whether it is one on this machine; ``Store`` takes it for ``File(path, io="tensorstore")``."""
+        return self._driver == "file"
+
+    @property
     def _driver(self) -> str:
         return self.kvstore["driver"] if isinstance(self.kvstore, Mapping) else self.kvstore.partition("://")[0]
 
@@ -131,10 +140,11 @@ class Remote:
     def name(self) -> str:
         """The tier's name in messages and statistics: a URL without user, password and query."""
         if isinstance(self.kvstore, Mapping):
-            parts = (self.kvstore.get(key, "") for key in ("bucket", "path"))
-            return f"{self._driver}://" + "/".join(str(part).strip("/") for part in parts if part)
+            parts = (str(self.kvstore.get(key, "")).rstrip("/") for key in ("bucket", "path"))
+            scheme = "gs" if self._driver == "gcs" else self._driver
+            return f"{scheme}://" + "/".join(part for part in parts if part)
         url = urllib.parse.urlsplit(self.kvstore)
-        return urllib.parse.urlunsplit((url.scheme, url.netloc.rpartition("@")[2], url.path, "", ""))
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
 
     def number(self, field: str) -> int | None:
         """A size of this tier as a number of bytes (a second), or None."""
@@ -153,10 +163,10 @@ def as_tiers(tiers: Sequence[TierLike]) -> list[Tier]:
       TypeError: for anything else.
     """
     result: list[Tier] = []
-    seen: dict[str, str] = {}
+    seen: dict[tuple[str, ...], str] = {}
     for given in tiers:
         tier = _as_tier(given)
-        real = os.path.realpath(tier.path) if isinstance(tier, File) else str(tier.kvstore).rstrip("/")
+        real = _place(tier)
         if real in seen:
             what = "directory" if isinstance(tier, File) else "place"
             raise ValueError(f"tier {tier.name!r} is the same {what} as {seen[real]!r}; give each {what} once")
@@ -165,17 +175,39 @@ def as_tiers(tiers: Sequence[TierLike]) -> list[Tier]:
     return result
 
 
+def _place(tier: Tier) -> tuple[str, ...]:
+    """What two tiers have in common that are one place."""
+    if isinstance(tier, File):
+        return (os.path.realpath(tier.path),)
+    spec = tier.kvstore if isinstance(tier.kvstore, Mapping) else {}
+    others = (f"{key}={value!r}" for key, value in sorted(spec.items()) if key not in ("driver", "bucket", "path"))
+    return (tier.name.rstrip("/"), *others)
+
+
 def _as_tier(given: Any) -> Tier:
-    if isinstance(given, (File, Remote)):
+    if isinstance(given, File):
         return given
     if isinstance(given, str) and _is_url(given):
-        url = urllib.parse.urlsplit(given)
-        if url.scheme == "file":
-            return File(urllib.parse.unquote(url.path), io="tensorstore")
-        return Remote(given)
+        given = Remote(given)
+    if isinstance(given, Remote):
+        return _directory(given) if given.is_directory else given
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"tier {given!r} is no path, no URL, and neither jmo.File(...) nor jmo.Remote(...)")
     return File(given)
+
+
+def _directory(remote: Remote) -> File:
+    """A directory that was named as a key-value store: it has locks, which other stores lack."""
+    if isinstance(remote.kvstore, Mapping):
+        path = str(remote.kvstore.get("path", ""))
+    else:
+        url = urllib.parse.urlsplit(remote.kvstore)
+        if url.netloc not in ("", "localhost"):
+            raise ValueError(f"tier {remote.kvstore!r} names the host {url.netloc!r}; a directory is file:///path")
+        path = urllib.parse.unquote(url.path)
+    if not path:
+        raise ValueError(f"tier {remote.name!r} has no path; give that of a directory")
+    return File(path, remote.capacity, "tensorstore", remote.read_limit, remote.write_limit)
 
 
 def _is_url(text: str) -> bool:

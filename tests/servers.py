@@ -359,3 +359,11 @@ def threads() -> set[str]:
 def descriptors() -> int:
     """Open files of this process."""
     return len(list(pathlib.Path("/proc/self/fd").iterdir()))
+
+
+def until(condition, timeout_s=30.0):
+    """Waits for what happens in the background."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)

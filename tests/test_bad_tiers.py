@@ -29,7 +29,7 @@ def test_url_tiers_that_nobody_knows(tier, tmp_path):
     ("arguments", "error", "message"),
     [
         ({"kvstore": "bucket/run7"}, ValueError, "'bucket/run7'.*no URL.*directory"),
-        ({"kvstore": 3}, TypeError, r"Remote\(3\).*URL"),
+        ({"kvstore": 3}, TypeError, r"Remote\(<int>\).*URL"),
         ({"kvstore": {"bucket": "b"}}, ValueError, "needs a 'driver'"),
         ({"connections": 0}, ValueError, "connections=0.*at least 1"),
         ({"connections": True}, ValueError, "connections=True"),
@@ -45,6 +45,33 @@ def test_url_tiers_that_nobody_knows(tier, tmp_path):
 def test_remote_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         jmo.Remote(**({"kvstore": "s3://bucket/run7"} | arguments))
+
+
+def test_a_directory_on_another_host():
+    with pytest.raises(ValueError, match=r"file://host/x.*'host'"):
+        jmo.Store("file://host/x")
+
+
+def test_a_directory_by_its_spec(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for spec in ({"driver": "file", "path": "here/"}, {"driver": "file", "path": f"{tmp_path}/here"}):
+        with jmo.Store(jmo.Remote(spec, capacity="1MiB")) as store:
+            assert store.stats()["tiers"][0]["capacity_bytes"] == 2**20
+            assert len(list((tmp_path / "here").iterdir())) == 1
+        assert not list((tmp_path / "here").iterdir())
+    with pytest.raises(ValueError, match="no path"):
+        jmo.Store(jmo.Remote({"driver": "file"}))
+
+
+def test_names_of_stores():
+    named = {
+        "memory://": "memory://",
+        "s3://bucket/run7/": "s3://bucket/run7/",
+        "gs://user@bucket": "gs://bucket",
+    }
+    assert {url: jmo.Remote(url).name for url in named} == named
+    assert jmo.Remote({"driver": "gcs", "bucket": "b", "path": "p/q/"}).name == "gs://b/p/q"
+    assert jmo.Remote({"driver": "file", "path": "/a/b/"}).name == "file:///a/b"
 
 
 @pytest.mark.parametrize("tier", [None, 3, b"/tmp", ["/tmp"], {"path": "/tmp"}])
@@ -74,7 +101,16 @@ def test_empty_path():
         jmo.Store("")
 
 
-@pytest.mark.parametrize("pair", [("s3://b/p", "s3://b/p/"), ("memory://x", jmo.Remote("memory://x"))])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("s3://b/p", "s3://b/p/"),
+        ("memory://x", jmo.Remote("memory://x")),
+        ("memory://x", jmo.Remote({"driver": "memory", "path": "x/"})),
+        ("s3://b/p", jmo.Remote({"driver": "s3", "bucket": "b", "path": "p/"})),
+        ("gs://b/p", jmo.Remote({"driver": "gcs", "bucket": "b", "path": "p"})),
+    ],
+)
 def test_the_same_store_twice(pair):
     with pytest.raises(ValueError, match="same place"):
         jmo.Store(*pair)

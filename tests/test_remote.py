@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import json
 import re
+import subprocess
 import time
 
 import jax
@@ -20,8 +22,8 @@ import jax_mlp_offload as jmo
 from jax_mlp_offload import native
 from jax_mlp_offload.backends.home import Lease
 from jax_mlp_offload.backends.zarr import metadata
-from tests.processes import start_python
-from tests.servers import CHUNKS, PAGE, RECORD, SLOTS, quick, threads
+from tests.processes import finish, start_python
+from tests.servers import CHUNKS, PAGE, RECORD, SLOTS, quick, threads, until
 from tests.support import (
     BF16,
     SMALL_SHAPES,
@@ -140,14 +142,6 @@ def test_objects_and_requests(s3, proxy, bench):
         on.backend.read_now(on.place(5), target, crc)
 
 
-def until(condition, timeout_s=30.0):
-    """Waits for what happens in the background."""
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-
-
 def test_reading_outside_of_a_step(s3, proxy, bench):
     on = bench(quick(s3, proxy))
     crc = on.fill(0, 1)
@@ -235,6 +229,77 @@ def test_limits(direction, bench):
         assert [end[:2] for end in on.events(count=SLOTS).values()] == [("", 0)] * SLOTS
         if is_write == (direction == "write"):
             assert time.monotonic() - start_s >= SLOTS * RECORD / limit_bps - 0.002
+
+
+def test_attempts_that_failed_are_paid_for(s3, proxy, bench):
+    limit_bps = 10 * RECORD
+    on = bench(quick(s3, proxy, write_limit=limit_bps, object_bytes=RECORD))
+    struck = proxy.fail(method="PUT", contains=CHUNKS, status=503, times=2)
+    start_s = time.monotonic()
+    assert on.end(on.write(0, 0))[:2] == ("", 0)
+    assert struck.met == 2
+    assert time.monotonic() - start_s >= 3 * RECORD / limit_bps - 0.002
+
+
+def test_time_in_the_queue_is_not_storage_time(s3, proxy, bench):
+    on = bench(quick(s3, proxy, request_timeout_s=30.0, connections=1, object_bytes=RECORD))
+    struck = proxy.fail(method="PUT", contains=CHUNKS, late=True)
+    first = on.write(0, 0)
+    until(lambda: struck.met)
+    on.write(1, 1)
+    on.backend._loop.run(asyncio.sleep(0))  # the loop has heard of it
+    free_s = native.now_s()  # so long the one connection is taken
+    proxy.heal()
+    begun_s = {}
+    while len(begun_s) < 2:
+        begun_s |= {event[1]: event[6] for event in on.engine.wait(30.0, 64)}
+    assert begun_s.pop(first) < free_s <= begun_s.popitem()[1]
+
+
+# -- directories through TensorStore
+
+
+def test_what_placement_hears_of_a_directory(tmp_path, bench):
+    on = bench(jmo.File(tmp_path, io="tensorstore"))
+    assert on.backend.facts()["exclusive"] == {"on": False, "why": "io='tensorstore' takes no turns"}
+    assert on.backend.free_bytes() > 0
+    on.backend.add_array("a/huge", 1, 2**60)  # TensorStore needs room for it beside what it takes the place of
+    assert on.backend.free_bytes() == 0
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode != 0,
+    reason="unshare -Urm is not permitted here, so no small file system can be mounted",
+)
+def test_a_directory_that_is_full(tmp_path):
+    """It takes as many records as fit, and no write of it fails."""
+    process = start_python(
+        """
+        import subprocess
+        small, large = (f"{sys.argv[1]}/{name}" for name in ("small", "large"))
+        os.mkdir(small)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3600k", "none", small], check=True)
+        tiers = [jmo.File(small, io="tensorstore"), jmo.File(large, io="tensorstore", write_limit="1GB")]
+        params = {"w": jnp.ones(1_000_000)}
+        told = []
+        with jmo.Store(*tiers, host_memory="2MB", subgroup_elements=40000) as store:
+            tx = jmo.adam(1e-2, store=store)
+            step, state = make_step(tx), tx.init(params)
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                for _ in range(20):
+                    params, state = jax.block_until_ready(step(params, state, params))
+                store.flush()
+            stats = store.stats()["tiers"]
+        assert not [str(w.message) for w in seen if "write of" in str(w.message)]
+        assert [tier["retired"] for tier in stats] == [False, False]
+        assert 0 < stats[0]["held_bytes"] <= 3600 * 1024
+        assert stats[1]["stored_bytes"] > 0
+        """,
+        tmp_path,
+        unshare=True,
+    )
+    finish(process)
 
 
 # -- leases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import warnings
@@ -12,7 +13,7 @@ import tensorstore as ts
 
 import jax_mlp_offload as jmo
 from jax_mlp_offload.backends.answers import Verdict, classify, scrubber
-from tests.servers import CHUNKS, S3_SECRETS, quick
+from tests.servers import CHUNKS, RECORD, S3_SECRETS, quick
 from tests.support import SMALL_SHAPES, make_params, record_gradients, run_and_flush
 
 pytest_plugins = ("tests.server_fixtures",)
@@ -77,6 +78,36 @@ def test_secrets_are_scrubbed(secret, monkeypatch):
     for part in ("hUsh", "0123", "ever", "abcdef", "abc.def", "ss-word", "tell-no-one", "IOSFODNN7"):
         assert part not in told, told
     assert "http://host/x" in told and "x=1" in told
+
+
+def test_secrets_are_scrubbed_before_the_text_is_cut(monkeypatch):
+    """Half of a secret is not known for one."""
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "hUsh/" * 60)
+    told = classify(ValueError("UNKNOWN: " + "well " * 50 + "hUsh/" * 60), scrubber(jmo.Remote("s3://bucket/x"))).text
+    assert "hUsh" not in told
+    assert told.endswith("***")
+
+
+def test_secrets_of_a_spec_are_scrubbed_wherever_they_are():
+    nested = {"key": "hunter2-hunter2", "more": [{"id": "tell-no-one"}], "type": "environment"}
+    scrub = scrubber(jmo.Remote({"driver": "s3", "bucket": "the-bucket", "credentials": nested}))
+    assert scrub("hunter2-hunter2 tell-no-one the-bucket environment") == "*** *** the-bucket environment"
+
+
+@pytest.mark.parametrize("records", [None, -1], ids=["an array that was not declared", "an array that cannot be"])
+def test_no_secret_in_what_goes_wrong_here(records, bench, monkeypatch, caplog):
+    """What is no answer of the store's, in the event and in the log."""
+    secret = "hUsh-hUsh-0123"
+    on = bench(jmo.Remote("memory://x"))
+    if records is not None:
+        on.backend.add_array(f"a/{secret}", records, RECORD)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", secret)
+    on.backend.write(dataclasses.replace(on.place(0), array=f"a/{secret}"), 0, 7)
+    text, number, _ = on.end(7)
+    assert number == errno.EIO
+    assert "internal error KeyError: 'a/***'" in text if records is None else "zarr.json: Error parsing" in text
+    assert secret not in text.removeprefix(f"write of {on.backend._home.url}a/{secret}/")
+    assert secret not in caplog.text
 
 
 def test_no_secret_in_what_is_told(s3, proxy, monkeypatch, caplog):

@@ -54,7 +54,7 @@ class RequestError(Exception):
 
 
 _HTTP = re.compile(r"http_response_code='(\d{3})'")
-_OS = re.compile(r"\[OS error (\d+)")
+_OS = re.compile(r"\[(?:OS error |os_error_code=')(\d+)")
 _RULES: tuple[tuple[re.Pattern[str], Verdict, int], ...] = (
     # S3 says 400 where a token has expired, so its own words come before the code
     (
@@ -96,11 +96,14 @@ def classify(error: BaseException, scrub: Callable[[str], str]) -> Answer:
     else:
         found = ((verdict, number) for pattern, verdict, number in _RULES if pattern.search(text))
         verdict, error_number = next(found, (verdict, error_number))
-    return Answer(verdict, error_number, _SAYS.get(verdict, "{}").format(scrub(_in_one_line(text))))
+    return Answer(verdict, error_number, _SAYS.get(verdict, "{}").format(_in_one_line(scrub(text))))
 
 
 def _in_one_line(text: str) -> str:
-    """TensorStore's account without its status word, its spec and the response."""
+    """TensorStore's account without its status word, its spec and the response.
+
+    It is cut, so it must be scrubbed before: half of a secret would not be known for one.
+    """
     code, system = _HTTP.search(text), _OS.search(text)
     head = re.split(r"\s*\[(?:[\w.-]+=|OS error)", text, maxsplit=1)[0]
     head = re.sub(r"^[A-Z]+(_[A-Z]+)*: ", "", head.strip())
@@ -127,6 +130,7 @@ _PATTERNS = (
 _SECRET_NAMES = re.compile(
     r"^AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|CONTAINER_AUTHORIZATION_TOKEN)$|^GOOGLE_\w*TOKEN|^GCE_\w*TOKEN"
 )
+_NO_SECRETS = ("type",)  # what kind of credentials they are: words that messages need
 _SECRET_KEYS = re.compile(r"(?i)secret|token|password|credential|authorization|access_key")
 
 
@@ -150,8 +154,10 @@ def scrubber(tier: Tier) -> Callable[[str], str]:
 
 
 def _secrets_of(given: Any, key: str = "") -> list[str]:
+    """Those of a URL or spec; ``key``: the names on the way there, as in ``credentials.key``."""
     if isinstance(given, Mapping):
-        return [secret for name, value in given.items() for secret in _secrets_of(value, str(name))]
+        below = ((value, f"{key}.{name}") for name, value in given.items() if name not in _NO_SECRETS)
+        return [secret for value, joined in below for secret in _secrets_of(value, joined)]
     if isinstance(given, (list, tuple)):
         return [secret for value in given for secret in _secrets_of(value, key)]
     if not isinstance(given, str):

@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from jax_mlp_offload.backends.home import Home
 from jax_mlp_offload.backends.loop import Loop
-from jax_mlp_offload.backends.requests import Begun, Requests
+from jax_mlp_offload.backends.requests import Begun, Requests, Silence
 from jax_mlp_offload.backends.zarr import metadata
 
 _PAGE_BYTES = 4096
@@ -88,8 +88,13 @@ class Arrays:
         text = json.dumps(self._metadata(name), indent=2).encode()
         key = f"{self._home.prefix}{name}/zarr.json"
         what = f"write of {self._home.url}{name}/zarr.json"
-        await self._requests.run(what, lambda: Begun(self._kv.write(key, text)))
-        self._open[name] = self._opened(name)
+
+        def begin() -> Begun:  # opens it too: what TensorStore says to that holds the whole spec, as all it says
+            if name not in self._open:
+                self._open[name] = self._opened(name)
+            return Begun(self._kv.write(key, text))
+
+        await self._requests.run(what, begin, silence=Silence.LINGER)
 
     def _metadata(self, name: str) -> dict[str, Any]:
         records, record_bytes = self._declared[name]

@@ -43,7 +43,7 @@ class Folder:
         self.tier = tier
         self._lock = -1
         new: pathlib.Path | None = None  # until it is whole
-        root = pathlib.Path(os.path.abspath(tier.path))
+        root = pathlib.Path(os.path.realpath(tier.path))  # a link may be turned elsewhere later
         try:
             root.mkdir(mode=0o700, exist_ok=True)
             _remove_leftovers(root)
@@ -92,6 +92,8 @@ class Folder:
 
     def _make_array(self, name: str, records: int, record_bytes: int) -> None:
         array = self.path / name
+        if not self.path.is_dir():  # gone, or no longer mounted: nothing is made in its stead
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         (array / "c").mkdir(parents=True, exist_ok=True, mode=0o700)
         meta = metadata(records, record_bytes, record_bytes)
         for index in range(records):
@@ -127,7 +129,7 @@ class Folder:
     def moved_on(self, name: str, index: int, record_bytes: int) -> None:
         """The record lives elsewhere now: its file may be taken over."""
         target = self._owner.pop((name, index), None)
-        if target is not None and target.exists():
+        if target is not None and os.path.exists(target):  # exists() of pathlib raises where it may not look
             self._spare.setdefault(record_bytes, {})[target] = None
 
     def forked(self) -> None:

@@ -8,8 +8,10 @@ A directory has a folder with a lock (``folder.py``). A remote store has no lock
 3. At start-up every lease is read. One of this boot and pid namespace whose process is gone, and any that was not
    renewed for a day, are of the dead: what they own is removed. Whatever else is there is left alone.
 
-What always holds: only keys under a prefix of ours are ever deleted, and each is compared with it before. Thread
-contract: the event loop's thread, but for ``close``.
+What always holds: only keys under a prefix of ours are ever deleted, and each is compared with it before; and nothing
+that goes wrong with the leases of others keeps this process from renewing its own. Thread contract: the event loop's
+thread, but for ``what`` (any), ``expect`` (any, one at a time), ``free_bytes`` (the driver's, and the caller's at the
+start), ``forked`` (a child that has only one), and the constructor and ``close`` (the caller's).
 """
 
 from __future__ import annotations
@@ -28,19 +30,22 @@ import time
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from jax_mlp_offload.backends.answers import Answer, RequestError, Verdict
+from jax_mlp_offload.backends.base import Place
 from jax_mlp_offload.backends.folder import Folder
 from jax_mlp_offload.backends.requests import Begun, Requests, all_of
+from jax_mlp_offload.placement import QUEUE
 from jax_mlp_offload.tiers import File
 
 _log = logging.getLogger("jax_mlp_offload")
 _RENEW_S = 3600.0
 _RENEW_AGAIN_S = 300.0  # where that failed
 _EXPIRED_S = 24 * 3600.0
-_AT_ONCE = 256  # keys that are deleted together
 _TIDY_S = 1.0  # for a lease that nobody will need
 _PROBE_BYTES = 4096
+_PIDS = 2**31
 
 
 _REMEDIES = {
@@ -72,17 +77,17 @@ class Lease:
         """A lease, or None for what is none."""
         try:
             found = cls(**json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
-        texts, numbers = (found.boot, found.pid_namespace), (found.pid, found.began_ticks, found.renewed_s)
+        texts, numbers = (found.boot, found.pid_namespace), (found.began_ticks, found.renewed_s)
         right = all(isinstance(text, str) for text in texts) and all(isinstance(n, (int, float)) for n in numbers)
-        return found if right else None
+        return found if right and isinstance(found.pid, int) and 0 < found.pid < _PIDS else None
 
     def is_dead(self) -> bool:
         """Whether its process is known to be gone, or has not been heard of for a day."""
         if time.time() - self.renewed_s > _EXPIRED_S:
             return True
-        return (self.boot, self.pid_namespace) == _machine() and _began_ticks(self.pid) != self.began_ticks
+        return (self.boot, self.pid_namespace) == _machine() and _is_gone(self.pid, self.began_ticks)
 
     def text(self) -> bytes:
         """As JSON."""
@@ -94,8 +99,26 @@ def _machine() -> tuple[str, str]:
     return boot, os.readlink("/proc/self/ns/pid")
 
 
+def _is_gone(pid: int, began_ticks: int) -> bool:
+    """Whether a process is known to have ended. /proc may hide those of other users (hidepid), so it is not enough."""
+    try:
+        found = _began_ticks(pid)
+        if found is not None:
+            return found != began_ticks
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
 def _began_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None: there is none."""
+    """When a process began, in clock ticks since boot; None: there is none to be seen.
+
+    Raises:
+      PermissionError: if that is kept from this user.
+    """
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -112,6 +135,10 @@ class Home(abc.ABC):
     prefix: str
     url: str
 
+    def what(self, verb: str, place: Place) -> str:
+        """A request for a record, for messages: ``"read of s3://..."``."""
+        return f"{verb} of {self.url}{place.array}/c/{place.index}"
+
     @abc.abstractmethod
     async def keep(self) -> None:
         """Removes what the dead have left, and keeps this place from being taken for such. Ends when cancelled."""
@@ -124,7 +151,10 @@ class Home(abc.ABC):
         """Bytes that are free there; None: unknown, or without end."""
         return None
 
-    def forked(self) -> None:  # noqa: B027 (most have nothing to do here)
+    def expect(self, record_bytes: int) -> None:  # noqa: B027 (most have nothing to do here)
+        """There will be records of this size."""
+
+    def forked(self) -> None:  # noqa: B027
         """This is a forked child: lets go of the parent's locks."""
 
     def close(self) -> None:  # noqa: B027
@@ -147,6 +177,7 @@ class FolderHome(Home):
         self.folder = Folder(tier)
         self.spec = {"driver": "file", "path": f"{self.folder.path}/"}
         self.url = f"{self.folder.path}/"
+        self._largest_bytes = 0  # record
 
     async def probe(self, kv: Any, requests: Requests) -> None:
         """Writes and reads a page.
@@ -164,9 +195,18 @@ class FolderHome(Home):
     async def remove(self, in_use: bool) -> None:
         """See :class:`Home`. ``close`` does it, on a thread that may wait."""
 
-    def free_bytes(self) -> int | None:
+    def expect(self, record_bytes: int) -> None:
         """See :class:`Home`."""
-        return self.folder.free_bytes()
+        self._largest_bytes = max(self._largest_bytes, record_bytes)
+
+    def free_bytes(self) -> int | None:
+        """See :class:`Home`.
+
+        TensorStore writes a file anew beside the one that it takes the place of: room for as many as may be under way is
+        kept back.
+        """
+        free_bytes = self.folder.free_bytes()
+        return None if free_bytes is None else max(0, free_bytes - QUEUE * self._largest_bytes)
 
     def forked(self) -> None:
         """See :class:`Home`."""
@@ -248,30 +288,35 @@ class PrefixHome(Home):
 
     async def keep(self) -> None:
         """See :class:`Home`."""
-        try:
-            await self._sweep()
-        except RequestError as error:
-            _log.warning("tier %r: leftovers of earlier runs were not looked for: %s", self._name, error)
+        await all_of([self._sweep(), self._renew()])
+
+    async def _renew(self) -> None:
+        """Whatever goes wrong: a lease that is not renewed any more costs the user's records."""
         pause_s = _RENEW_S
         while True:
             await asyncio.sleep(pause_s)
             try:
                 await self._write_lease(Lease.mine().text())
                 pause_s = _RENEW_S
-            except RequestError as error:
-                _log.warning("tier %r: the lease was not renewed: %s", self._name, error)
+            except Exception as error:
+                _log.warning("tier %r: the lease was not renewed: %s", self._name, _told(error))
                 pause_s = _RENEW_AGAIN_S
 
     async def _sweep(self) -> None:
-        for key in await self._list(self._leases):
-            own = key.removeprefix(self._leases)
-            if key == self._lease_key or not own or "/" in own:
-                continue
-            lease = Lease.parse(await self._read(key))
-            if lease is not None and lease.is_dead():
-                _log.info("tier %r: removing what process %d left in %s", self._name, lease.pid, own)
-                await self._delete_all(self._prefix_of(own))
-                await self._delete(key)
+        try:
+            for key in await self._list(self._leases):
+                own = key.removeprefix(self._leases)
+                if key != self._lease_key and own and "/" not in own:
+                    await self._remove_if_dead(key, own)
+        except Exception as error:
+            _log.warning("tier %r: not all leftovers of earlier runs were removed: %s", self._name, _told(error))
+
+    async def _remove_if_dead(self, key: str, own: str) -> None:
+        lease = Lease.parse(await self._read(key))
+        if lease is not None and lease.is_dead():
+            _log.info("tier %r: removing what process %d left in %s", self._name, lease.pid, own)
+            await self._delete_all(self._prefix_of(own))
+            await self._delete(key)
 
     async def remove(self, in_use: bool) -> None:
         """See :class:`Home`."""
@@ -280,14 +325,25 @@ class PrefixHome(Home):
             await self._delete(self._lease_key)
 
     async def _delete_all(self, prefix: str) -> None:
-        keys = await self._list(prefix)
-        for start in range(0, len(keys), _AT_ONCE):
-            await all_of([self._delete(key) for key in keys[start : start + _AT_ONCE]])
+        """Goes on after a failure, but not after silence: each of many keys would be waited for as long."""
+        keys = iter(await self._list(prefix))
+        failed: list[RequestError] = []
+
+        async def work() -> None:
+            for key in keys:
+                try:
+                    await self._delete(key)
+                except RequestError as error:
+                    failed.append(error)
+                if any(error.answer.verdict is Verdict.NO_ANSWER for error in failed):
+                    break
+
+        await all_of([work() for _ in range(self._requests.most)])
+        if failed:
+            raise failed[-1]
 
     async def _list(self, prefix: str) -> list[str]:
         """All keys that begin with ``prefix``, which ends in ``/``."""
-        import tensorstore as ts
-
         names = ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord("/") + 1))
         found = await self._requests.run(
             f"list of {self._name}", lambda: Begun(self._kv.list(names)), housekeeping=True
@@ -298,3 +354,7 @@ class PrefixHome(Home):
     async def _delete(self, key: str) -> None:
         what = f"delete of {self._called(key)}"
         await self._requests.run(what, lambda: Begun(self._kv.write(key, None)), housekeeping=True)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, RequestError) else repr(error)

@@ -8,21 +8,27 @@
 3. TensorStore reads straight into the slot. In a directory it also writes straight from it. What goes to a remote store
    it copies first, an object a connection: a request that never ends then holds no slot, and another tier takes over.
 4. A record that has moved on is deleted behind the scenes. A later write to its place waits for that: a delete that
-   overtook it would take the new record with it.
+   overtook it would take the new record with it (``deletions.py``).
 
 What always holds: a transfer ends only when TensorStore touches its slot no more (``requests.py``), so one that never
-lets go never ends, and whoever waits for it gives it up by a deadline. Two requests that change a place are never under
-way at once. Thread contract: as :class:`Backend`; everything
-with an underscore runs on the loop's thread, but for what says otherwise.
+lets go never ends, and whoever waits for it gives it up by a deadline. A write and a delete of one place, or writes of
+two records, are never under way at once; what may be at once are attempts of one request, which do the same. What may
+still be carried out when the store is closed leaves the lease behind, so that the next start finds it. Thread contract:
+as :class:`Backend`, and ``read_now`` and the end wait for the loop no longer than is said; everything with an underscore
+runs on the loop's thread, but for what says otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import errno
+import functools
 import logging
 import threading
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +39,7 @@ from jax_mlp_offload import native
 from jax_mlp_offload.backends.answers import Answer, RequestError, Verdict, classify, scrubber
 from jax_mlp_offload.backends.arrays import Arrays, filled_up
 from jax_mlp_offload.backends.base import Backend, Place
+from jax_mlp_offload.backends.deletions import Deletions
 from jax_mlp_offload.backends.home import FolderHome, Home, PrefixHome
 from jax_mlp_offload.backends.loop import Loop
 from jax_mlp_offload.backends.requests import Begun, Held, Limit, Requests, Silence, StillHeldError, all_of
@@ -43,16 +50,19 @@ _log = logging.getLogger("jax_mlp_offload")
 _FILE_CONNECTIONS = 8
 _CONNECTIONS_A_RECORD = 4
 _LONGEST_STOP_S = 10.0  # that transfers get to let go of their slots
-_LET_GO_S = 1.0  # and those that do not, to end without that
+_LET_GO_S = 1.0  # and those that do not, to end without that; and that requests get to be carried out
+_LONGEST_REMOVAL_S = 300.0
+_LONGEST_READ_NOW_S = 600.0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Deletion:
-    """Of a record that has moved on."""
+class _Watch:
+    """When storage began with a transfer: its first request got a connection. Before that it was queued."""
 
-    task: asyncio.Task[None] | None = None
-    begun: bool = False  # a request is on its way: it can no longer be called off
-    called_off: bool = False
+    begin_s: float | None = None
+
+    def begins(self) -> None:
+        self.begin_s = native.now_s() if self.begin_s is None else self.begin_s
 
 
 class KvStoreBackend(Backend):
@@ -80,9 +90,8 @@ class KvStoreBackend(Backend):
         if isinstance(tier, Remote):
             self.queue = max(QUEUE, tier.connections // _CONNECTIONS_A_RECORD)  # a small record is one object
         self._limits = {True: Limit(tier.number("write_limit")), False: Limit(tier.number("read_limit"))}
-        self._deletions: dict[tuple[str, int], _Deletion] = {}
-        self._deletes_failed = 0
-        self._stored: set[tuple[str, int]] = set()  # places that hold something, or may; the driver's
+        self._stored: set[Place] = set()  # places that hold something, or may; the driver's
+        self._spares: Counter[int] = Counter()  # by size: files that placement writes over, though they are deleted
         self._lock = threading.Lock()  # of the end
         self._stopped = self._closed = False
         self._left_behind = 0  # requests that may be carried out yet
@@ -94,6 +103,7 @@ class KvStoreBackend(Backend):
         self._arrays = Arrays(
             self._kv, self._spec, self._context, self._home, self._requests, self._loop, tier.number("object_bytes")
         )
+        self._deletions = Deletions(tier, self._kv, self._home, self._arrays, self._requests, self._loop)
         self._loop.spawn(self._home.keep)
 
     # -- start (the caller's thread)
@@ -128,9 +138,6 @@ class KvStoreBackend(Backend):
             spec = ts.KvStore.Spec(given).to_json()
             self._spec = {key: value for key, value in spec.items() if key != "path"}
             path = str(spec.get("path", ""))
-            if spec["driver"] == "file":  # its path must not be empty
-                self._spec["path"] = "/"
-                path = path.lstrip("/")
             self._context = ts.Context(_context(tier.connections))
             self._kv = ts.KvStore.open(self._spec, context=self._context).result(tier.request_timeout_s)
         except Exception as error:
@@ -149,6 +156,7 @@ class KvStoreBackend(Backend):
     def add_array(self, array: str, records: int, record_bytes: int) -> None:
         """See :class:`Backend`."""
         self._arrays.add(array, records, record_bytes)
+        self._home.expect(record_bytes)
 
     def read(self, place: Place, slot: int, crc: int, token: int) -> None:
         """See :class:`Backend`."""
@@ -156,39 +164,53 @@ class KvStoreBackend(Backend):
 
     def write(self, place: Place, slot: int, token: int) -> None:
         """See :class:`Backend`."""
-        self._stored.add((place.array, place.index))
+        if place not in self._stored and self._spares[place.size_bytes]:
+            self._spares[place.size_bytes] -= 1
+        self._stored.add(place)
         self._loop.spawn(self._transfer, True, place, slot, 0, token)
 
     def moved_on(self, place: Place) -> None:
         """See :class:`Backend`."""
-        if (place.array, place.index) in self._stored:
-            self._stored.discard((place.array, place.index))
-            self._loop.call(self._begin_delete, place)
+        if place in self._stored:
+            self._stored.discard(place)
+            self._spares[place.size_bytes] += 1
+            self._loop.call(self._deletions.begin, place)
 
     def read_now(self, place: Place, target: np.ndarray[Any, Any], crc: int) -> None:
         """See :class:`Backend`."""
         try:
-            self._loop.run(self._load(place, target, crc))
+            self._loop.run(self._load(place, target, crc, _Watch()), _LONGEST_READ_NOW_S)
         except RequestError as error:
             raise RuntimeError(str(error)) from None
+        except TimeoutError:
+            what = self._what(False, place)
+            raise RuntimeError(f"{what}: not done within {_LONGEST_READ_NOW_S:g} s") from None
+        except (concurrent.futures.CancelledError, StillHeldError):
+            raise RuntimeError(f"{self._what(False, place)}: the store was closed") from None
 
     def free_bytes(self) -> int | None:
-        """See :class:`Backend`."""
-        return self._home.free_bytes()
+        """See :class:`Backend`. Without the room of spares, which placement gives out on its own account."""
+        free_bytes = self._home.free_bytes()
+        if free_bytes is None:
+            return None
+        return max(0, free_bytes - sum(size_bytes * count for size_bytes, count in self._spares.items()))
 
     def facts(self) -> dict[str, Any]:
         """See :class:`Backend`: requests, and how often and how long they were tried again."""
-        return {**self._requests.facts(), "deletes_failed": self._deletes_failed}
+        facts = {**self._requests.facts(), "deletes_failed": self._deletions.failed}
+        if isinstance(self.tier, File):
+            facts["exclusive"] = {"on": False, "why": f"io={self.tier.io!r} takes no turns"}
+        return facts
 
     # -- transfers
 
     async def _transfer(self, is_write: bool, place: Place, slot: int, crc: int, token: int) -> None:
         """Moves a record, and posts how that ended."""
-        start_s = native.now_s()
+        watch = _Watch()
         text, number = "", 0
         try:
             view = self._engine.slot_view(slot, place.size_bytes)
-            crc = await (self._save(place, view) if is_write else self._load(place, view, crc))
+            crc = await (self._save(place, view, watch) if is_write else self._load(place, view, crc, watch))
         except StillHeldError:
             return  # the slot is not free, so there is no end to tell of
         except asyncio.CancelledError:
@@ -198,13 +220,17 @@ class KvStoreBackend(Backend):
             if is_write and not number:
                 number = errno.EIO
         except Exception as error:  # one of ours; whoever waits has to hear of it
-            _log.exception("tier %r: %s failed", self.name, self._what(is_write, place))
-            text, number = f"{self._what(is_write, place)}: internal error {error!r}", errno.EIO
-        self._engine.post(is_write, token, text, number, crc, place.size_bytes, start_s, native.now_s())
+            reason = f"internal error {type(error).__name__}: {classify(error, self._scrub).text}"
+            text, number = self._scrub(f"{self._what(is_write, place)}: {reason}"), errno.EIO
+            where = "".join(traceback.format_tb(error.__traceback__))  # without its text, which may hold secrets
+            _log.error("tier %r: %s\n%s", self.name, text, where)
+        end_s = native.now_s()
+        begin_s = end_s if watch.begin_s is None else watch.begin_s
+        self._engine.post(is_write, token, text, number, crc, place.size_bytes, begin_s, end_s)
 
-    async def _save(self, place: Place, view: np.ndarray[Any, Any]) -> int:
+    async def _save(self, place: Place, view: np.ndarray[Any, Any], watch: _Watch) -> int:
         """Writes a record; returns its CRC32C."""
-        await self._after_others(place)
+        await self._deletions.let_write(place)
         await self._arrays.make(place.array)
         crc: int = await self._loop.aside(native.crc32c, view)
         object_bytes = self._arrays.object_size(place.size_bytes)
@@ -219,10 +245,10 @@ class KvStoreBackend(Backend):
             written = array[place.index, start:end].write(part, can_reference_source_data_indefinitely=refer)
             return Begun(written.commit, Held(part))
 
-        await self._move_objects(True, place, begin)
+        await self._move_objects(True, place, begin, watch)
         return crc
 
-    async def _load(self, place: Place, view: np.ndarray[Any, Any], crc: int) -> int:
+    async def _load(self, place: Place, view: np.ndarray[Any, Any], crc: int, watch: _Watch) -> int:
         """Reads a record, compares its CRC32C and returns it."""
         await self._arrays.make(place.array)
 
@@ -230,7 +256,7 @@ class KvStoreBackend(Backend):
             part = view[start:end]
             return Begun(ts.array(part).write(array[place.index, start:end]).commit, Held(part))
 
-        await self._move_objects(False, place, begin)
+        await self._move_objects(False, place, begin, watch)
         found: int = await self._loop.aside(native.crc32c, view)
         if found != crc:
             raise RequestError(
@@ -239,7 +265,9 @@ class KvStoreBackend(Backend):
             )
         return found
 
-    async def _move_objects(self, is_write: bool, place: Place, begin: Callable[[Any, int, int], Begun]) -> None:
+    async def _move_objects(
+        self, is_write: bool, place: Place, begin: Callable[[Any, int, int], Begun], watch: _Watch
+    ) -> None:
         object_bytes = self._arrays.object_size(place.size_bytes)
 
         async def move(number: int, start: int) -> None:
@@ -248,77 +276,23 @@ class KvStoreBackend(Backend):
 
             def begin_one() -> Begun:
                 nonlocal used
+                watch.begins()
                 used = self._arrays.get(place.array, used)
                 return begin(used, start, end)
 
-            async with self._limits[is_write].paid(end - start):
-                await self._requests.run(
-                    f"{self._what(is_write, place)}/{number}",
-                    begin_one,
-                    silence=Silence.LINGER if is_write else Silence.CANCEL,
-                    place=(place.array, place.index),
-                )
+            await self._requests.run(
+                f"{self._what(is_write, place)}/{number}",
+                begin_one,
+                silence=Silence.LINGER if is_write else Silence.CANCEL,
+                place=place,
+                pay=functools.partial(self._limits[is_write].paid, end - start),
+            )
 
         starts = range(0, place.size_bytes, object_bytes)
         await all_of([move(number, start) for number, start in enumerate(starts)])
 
-    def _what(self, is_write: bool | None, place: Place) -> str:
-        """A request in words; ``is_write`` None: a delete."""
-        verb = "delete" if is_write is None else "write" if is_write else "read"
-        return f"{verb} of {self._home.url}{place.array}/c/{place.index}"
-
-    # -- deletes
-
-    def _begin_delete(self, place: Place) -> None:
-        key = place.array, place.index
-        deletion = self._deletions[key] = _Deletion()
-        deletion.task = self._loop.start(self._delete(place, deletion))
-
-        def forget(_: Any) -> None:
-            if self._deletions.get(key) is deletion:
-                del self._deletions[key]
-
-        deletion.task.add_done_callback(forget)
-
-    async def _delete(self, place: Place, deletion: _Deletion) -> None:
-        objects = range(-(-place.size_bytes // self._arrays.object_size(place.size_bytes)))
-
-        async def delete(number: int) -> None:
-            key = f"{self._home.prefix}{place.array}/c/{place.index}/{number}"
-
-            def begin() -> Begun:
-                if deletion.called_off:  # the task is told by and by
-                    raise asyncio.CancelledError
-                deletion.begun = True
-                return Begun(self._kv.write(key, None))
-
-            await self._requests.run(self._what(None, place), begin, silence=Silence.WAIT)
-
-        try:
-            await all_of([delete(number) for number in objects])
-        except RequestError as error:
-            level = logging.DEBUG if self._deletes_failed else logging.WARNING
-            self._deletes_failed += 1
-            _log.log(level, "tier %r: %s; it takes up space until the store is closed", self.name, error)
-
-    async def _after_others(self, place: Place) -> None:
-        """Waits until nothing else changes what is about to be written.
-
-        Raises:
-          RequestError: if that takes longer than one request may.
-        """
-        key = place.array, place.index
-        tasks = self._requests.lingering(key)
-        deletion = self._deletions.get(key)
-        if deletion is not None and deletion.task is not None:
-            if not deletion.begun:
-                deletion.called_off = True  # what is there will be written over
-                deletion.task.cancel()
-            tasks.append(deletion.task)
-        pending = (await asyncio.wait(tasks, timeout=self._timeout_s))[1] if tasks else None
-        if pending:
-            text = f"an earlier request for the same place has had no answer within {self._timeout_s:g} s"
-            raise RequestError(Answer(Verdict.NO_ANSWER, errno.ETIMEDOUT, text), self._what(True, place))
+    def _what(self, is_write: bool, place: Place) -> str:
+        return self._home.what("write" if is_write else "read", place)
 
     # -- the end (the caller's thread)
 
@@ -343,7 +317,7 @@ class KvStoreBackend(Backend):
             await self._loop.cancel(_LET_GO_S)
             text = "tier %r: %d transfers have not let go of their slots; the slots' memory stays until they do"
             _log.warning(text, self.name, held)
-        self._left_behind = held + self._requests.cancel_lingering()
+        self._left_behind = held + await self._requests.end_lingering(_LET_GO_S)
 
     def close(self) -> None:
         """See :class:`Backend`."""
@@ -353,11 +327,13 @@ class KvStoreBackend(Backend):
                 return
             self._closed = True
             try:
-                self._loop.run(self._home.remove(in_use=self._left_behind > 0))
-            except RequestError as error:
-                _log.warning("tier %r: %s; the next start removes what is left there", self.name, error)
-            self._loop.close()
-            self._home.close()
+                self._loop.run(self._home.remove(in_use=self._left_behind > 0), _LONGEST_REMOVAL_S)
+            except (RequestError, TimeoutError) as error:
+                reason = str(error) or f"what was stored was not removed within {_LONGEST_REMOVAL_S:g} s"
+                _log.warning("tier %r: %s; the next start removes what is left there", self.name, reason)
+            finally:
+                self._loop.close()
+                self._home.close()
 
 
 def _context(connections: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """An asyncio event loop on a thread of its own, and a thread that computes for it.
 
-What always holds: the loop's thread waits for nothing but events; whoever hands over work is not kept. The threads are
-daemons, and no executor is used: those refuse work once the interpreter ends, when stores are still to be closed.
+What always holds: the loop's thread waits for nothing but events; whoever hands over work is not kept, and whoever waits
+in ``run`` waits no longer than until the loop is closed. The threads are daemons, and no executor is used: those refuse
+work once the interpreter ends, when stores are still to be closed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _STOP_S = 5.0  # until the threads have ended
+_CANCEL_S = 1.0  # of that for the tasks that are left
 
 
 class Loop:
@@ -25,6 +27,9 @@ class Loop:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop itself keeps none alive
+        self._lock = threading.Lock()  # of the next two
+        self._closed = False
+        self._waited_for: set[concurrent.futures.Future[Any]] = set()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._loop.run_forever, name=name, daemon=True),
@@ -53,14 +58,30 @@ class Loop:
 
         Raises:
           TimeoutError: if that takes longer than ``timeout_s``; the coroutine is cancelled.
+          concurrent.futures.CancelledError: if it was cancelled, or the loop is closed.
           Exception: what it raises.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise concurrent.futures.CancelledError
+            future = asyncio.run_coroutine_threadsafe(self._tracked(coroutine), self._loop)
+            self._waited_for.add(future)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise
+        finally:
+            with self._lock:
+                self._waited_for.discard(future)
+
+    async def _tracked(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await coroutine
 
     async def aside(self, function: Callable[..., _T], *args: Any) -> _T:
         """What ``function(*args)`` returns, computed on another thread, which is not told of a cancellation."""
@@ -76,15 +97,25 @@ class Loop:
         return len((await asyncio.wait(tasks, timeout=timeout_s))[1]) if tasks else 0
 
     def close(self) -> None:
-        """Ends both threads. Idempotent."""
-        if self._loop.is_closed():
-            return
+        """Cancels what is left and ends both threads. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         self._jobs.put(None)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         for thread in self._threads:
             thread.join(_STOP_S)
+        with self._lock:
+            waited_for = list(self._waited_for)
+        for future in waited_for:  # whose coroutine does not end
+            future.cancel()
         if not any(thread.is_alive() for thread in self._threads):
             self._loop.close()
+
+    async def _end(self) -> None:
+        await self.cancel(_CANCEL_S)
+        self._loop.stop()
 
     def _compute(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -2,12 +2,13 @@
 
 1. A request waits for one of the tier's connections and begins.
 2. It ends when TensorStore has an answer *and* uses the request's memory no more. What happens to one that has no answer
-   in time is the caller's choice (:class:`Silence`).
+   in time, or is cancelled, is the caller's choice (:class:`Silence`).
 3. A request that failed for a passing reason is tried again after a random pause, which grows.
 
 What always holds: ``run`` returns, or raises anything but :class:`StillHeldError`, only when TensorStore touches the
-request's memory no more. A request that may still be carried out keeps its connection, so a store never sees more than
-it should. Thread contract: the event loop's thread, but for ``facts``.
+request's memory no more. A request that may still be carried out keeps its connection until ``end_lingering``, so a
+store never sees more than it should; and where all connections are taken so, whoever waits for one is told. Thread
+contract: the event loop's thread, but for ``facts``.
 """
 
 from __future__ import annotations
@@ -35,17 +36,14 @@ _BURST_S = 0.002  # as ffi/core/token_bucket.h
 
 
 class Silence(enum.Enum):
-    """What happens to a request that has no answer in time."""
+    """What happens to a request that is cancelled, or has no answer in time and so is tried again."""
 
     CANCEL = "cancel"
-    """It is cancelled, and tried again. A read lets go of its memory at once then; a write only when its HTTP request is
-    over, which is waited for, however long it takes."""
+    """It is cancelled. A read lets go of its memory at once then; a write only when its HTTP request is over, which is
+    waited for, however long it takes."""
 
     LINGER = "linger"
-    """It is tried again, but goes on: for a write, which may be carried out yet, and must not meet a later one."""
-
-    WAIT = "wait"
-    """It is waited for: for a delete, which must not meet a later write."""
+    """It goes on: for a write or a delete, which may be carried out yet, and must not meet a later one."""
 
 
 class StillHeldError(Exception):
@@ -95,7 +93,10 @@ class Limit:
 
     @contextlib.asynccontextmanager
     async def paid(self, size_bytes: int) -> AsyncIterator[None]:
-        """Books the bytes, waits for their time, and after the transfer until that time is over."""
+        """Books the bytes, waits for their time, and after the transfer until that time is over.
+
+        One that failed has used its bandwidth all the same: another attempt books anew.
+        """
         if self._rate_bps is None:
             yield
             return
@@ -117,7 +118,7 @@ class Requests:
     """
 
     def __init__(self, connections: int, timeout_s: float | None, retries: int, scrub: Callable[[str], str]) -> None:
-        self._most = connections
+        self.most = connections
         self._connections = asyncio.Semaphore(connections)
         self._timeout_s = timeout_s
         self._retries = retries
@@ -142,11 +143,14 @@ class Requests:
         """Requests of a place that were given up, but may be carried out yet; each task ends when its request does."""
         return [task for task, concerned in self._lingering.items() if concerned == place]
 
-    def cancel_lingering(self) -> int:
-        """Waits for them no longer; returns how many there were."""
-        for task in self._lingering:
+    async def end_lingering(self, timeout_s: float) -> int:
+        """Waits so long for all of them, and then no longer; returns how many may be carried out yet."""
+        if not self._lingering:
+            return 0
+        _, pending = await asyncio.wait(list(self._lingering), timeout=timeout_s)
+        for task in pending:
             task.cancel()
-        return len(self._lingering)
+        return len(pending)
 
     async def run(
         self,
@@ -156,6 +160,7 @@ class Requests:
         housekeeping: bool = False,
         silence: Silence = Silence.CANCEL,
         place: Hashable = None,
+        pay: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> Any:
         """Sends a request until it succeeds.
 
@@ -165,6 +170,7 @@ class Requests:
           housekeeping: nobody needs the result much: try again a few times at most, and never what had no answer.
           silence: what happens to an attempt that has no answer in time.
           place: that the request concerns, for ``lingering``.
+          pay: is entered for each attempt; see :meth:`Limit.paid`.
 
         Returns:
           What TensorStore's future holds.
@@ -179,7 +185,8 @@ class Requests:
         while True:
             tries += 1
             try:
-                return await self._connect_and_send(begin, silence, place)
+                async with pay():
+                    return await self._connect_and_send(begin, silence, place)
             except RequestError as error:
                 answer = error.answer
             if left.get(answer.verdict, 0) == 0:
@@ -198,17 +205,18 @@ class Requests:
             self.begun += 1
             begun = self._begin(begin)
             try:
-                async with asyncio.timeout(None if silence is Silence.WAIT else self._timeout_s):
+                async with asyncio.timeout(self._timeout_s):
                     await _answered(begun.future)
             except TimeoutError:
                 self.timed_out += 1
-                if silence is Silence.LINGER:
-                    lingers = True
-                    self._linger(begun.future, place)
                 raise self._silent(f"no answer within {self._timeout_s:g} s") from None
             finally:  # whatever happened, the memory comes first
-                if not lingers and not begun.future.done():
-                    begun.future.cancel()
+                if not begun.future.done():
+                    if silence is Silence.LINGER:
+                        lingers = True
+                        self._linger(begun.future, place)
+                    else:
+                        begun.future.cancel()
                 failure, result = (None, None) if lingers else _outcome(begun.future)
                 begun.future = None  # it may refer to the memory
                 await self._let_go(begun.held)
@@ -227,8 +235,8 @@ class Requests:
                     await self._connections.acquire()
                 return
             except TimeoutError:
-                if len(self._lingering) >= self._most:
-                    raise self._silent(f"none of {self._most} connections has an answer") from None
+                if len(self._lingering) >= self.most:
+                    raise self._silent(f"none of {self.most} connections has an answer") from None
 
     def _silent(self, text: str) -> RequestError:
         return RequestError(Answer(Verdict.NO_ANSWER, errno.ETIMEDOUT, text), "")
