@@ -67,7 +67,10 @@ def _add_probe(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "tiers", nargs="+", metavar="PATH_OR_URL", help="a directory, or a URL such as s3://bucket/path"
+        "tiers",
+        nargs="+",
+        metavar="PATH_OR_URL",
+        help="a directory, a URL (s3://bucket/path), or a kvstore spec as JSON",
     )
     command.add_argument(
         "--record", type=_record, default="64MiB", metavar="SIZE", help="size of a record (default: %(default)s)"
@@ -121,7 +124,7 @@ class _Measured:
 
 def _probe(options: argparse.Namespace) -> int:
     try:
-        tiers = as_tiers(options.tiers)
+        tiers = as_tiers([json.loads(tier) if tier.startswith("{") else tier for tier in options.tiers])
         first = probe.measured_with(tiers)
     except (ValueError, OSError) as error:
         return _complain(error)

@@ -29,7 +29,8 @@ from jax_mlp_offload.types import Complete, Fail, HandBack, Life, Read, Record, 
 
 _log = logging.getLogger("jax_mlp_offload")
 _BATCH = 256  # events taken at once
-_LONGEST_WAIT_S = 5.0  # between two looks at the clock
+_LONGEST_WAIT_S = 1.0  # between two looks at the clock
+_SUSPENDED_S = 1.0  # a wait that took so much longer: the process was stopped meanwhile
 _Ended = tuple[Any, ...]  # kind, token, error, errno, crc, size, start_s, end_s, free_bytes (-1: unknown)
 _Call = tuple[Callable[[], Any], bool, concurrent.futures.Future[Any]]  # what to run, whether when quiescent, for whom
 
@@ -86,7 +87,7 @@ class Driver:
             self._calls.append((function, when_quiescent, future))
         self._engine.wake()
         try:
-            return future.result(timeout_s)
+            return future.result(min(timeout_s, threading.TIMEOUT_MAX))
         except concurrent.futures.TimeoutError:
             future.cancel()
             what = "updates and transfers to end" if when_quiescent else "the driver"
@@ -125,7 +126,9 @@ class Driver:
         next_s = self._scheduler.next_tick_s()
         timeout_s = _LONGEST_WAIT_S if next_s is None else max(0.0, min(next_s - now_s, _LONGEST_WAIT_S))
         events = self._engine.wait(timeout_s, _BATCH)
-        now_s = native.now_s()
+        begin_s, now_s = now_s, native.now_s()
+        if now_s - begin_s > timeout_s + _SUSPENDED_S:
+            self._scheduler.suspended(now_s - begin_s - timeout_s)
         for event in events:
             self._tell(event, now_s)
         next_s = self._scheduler.next_tick_s()

@@ -218,6 +218,10 @@ class Scheduler:
             self._give_up(self.records[index])
         self._settle()
 
+    def suspended(self, duration_s: float) -> None:
+        """The whole process stood still for so long: storage had no time to answer."""
+        self._transfers.suspended(duration_s)
+
     def fail_all(self, cause: errors.OffloadError) -> None:
         """Ends everything that is open: the engine cannot go on."""
         self._operations.fail_held()

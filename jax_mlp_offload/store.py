@@ -97,8 +97,8 @@ class Store:
         if versions != 1:
             raise ValueError(f"versions={versions!r}: this version keeps one version of the state; use versions=1")
         access = Access.of(exclusive)
-        if not isinstance(deadline_s, (int, float)) or not 0 < deadline_s < float("inf"):
-            raise ValueError(f"deadline_s={deadline_s!r} must be a positive number of seconds")
+        if not isinstance(deadline_s, (int, float)) or not 0 < deadline_s <= 1e8:
+            raise ValueError(f"deadline_s={deadline_s!r} must be a positive number of seconds, 1e8 at most")
         self._lock = threading.Lock()
         self._declared: dict[Any, Declared] = {}
         self._bound: dict[Any, Any] = {}
@@ -107,6 +107,9 @@ class Store:
         )
         _live.add(self)
         _engines.add(self._engine)
+        # hooks run last in, first out: ours has to come before those of what the tiers have imported
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     # -- for users
 
@@ -275,7 +278,6 @@ def _close(engine: Engine) -> None:
         engine.close()
 
 
-@atexit.register
 def _close_all() -> None:
     for engine in list(_engines):
         with contextlib.suppress(errors.OffloadError):  # the process ends; steps have raised it

@@ -152,7 +152,7 @@ class Remote:
 
 
 Tier = File | Remote
-TierLike = str | os.PathLike[str] | File | Remote
+TierLike = str | os.PathLike[str] | File | Remote | Mapping[str, Any]
 
 
 def as_tiers(tiers: Sequence[TierLike]) -> list[Tier]:
@@ -187,12 +187,14 @@ def _place(tier: Tier) -> tuple[str, ...]:
 def _as_tier(given: Any) -> Tier:
     if isinstance(given, File):
         return given
-    if isinstance(given, str) and _is_url(given):
+    if (isinstance(given, str) and _is_url(given)) or (isinstance(given, Mapping) and "driver" in given):
         given = Remote(given)
     if isinstance(given, Remote):
         return _directory(given) if given.is_directory else given
     if not isinstance(given, (str, os.PathLike)):
-        raise TypeError(f"tier {given!r} is no path, no URL, and neither jmo.File(...) nor jmo.Remote(...)")
+        raise TypeError(
+            f"tier {given!r} is no path, no URL, no kvstore spec, and neither jmo.File(...) nor jmo.Remote(...)"
+        )
     return File(given)
 
 

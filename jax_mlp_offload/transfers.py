@@ -77,6 +77,11 @@ class Transfers:
         """When the oldest request is to be given up."""
         return next(iter(self._since_s.values())) + self.deadline_s if self._since_s else None
 
+    def suspended(self, duration_s: float) -> None:
+        """So much time does not count for the requests that are under way."""
+        for index in self._since_s:
+            self._since_s[index] += duration_s
+
     def late(self, now_s: float) -> int | None:
         """A record whose request is past its deadline."""
         index = next(iter(self._since_s), None)

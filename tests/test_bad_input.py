@@ -50,6 +50,7 @@ pytestmark = pytest.mark.timeout(60)
         ({"deadline_s": 0}, ValueError, r"deadline_s=0"),
         ({"deadline_s": -1.0}, ValueError, r"deadline_s=-1.0"),
         ({"deadline_s": float("nan")}, ValueError, r"deadline_s=nan"),
+        ({"deadline_s": 1e12}, ValueError, r"deadline_s=1.*at most"),
         ({"host_mem": "1GiB"}, TypeError, r"host_mem"),
     ],
 )

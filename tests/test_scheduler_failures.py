@@ -167,3 +167,17 @@ def test_unasked_restart_and_replay_in_mid_run():
     simulation = Simulation(World(devices=2, executions=tuple(executions), may_fail=True)).run()
     assert any("has ticket" in message for message in simulation.failures)
     assert not any(call.ended != "completed" for call in simulation.runs[-1].calls)
+
+
+def test_time_in_which_the_process_stood_still_is_not_storage_time():
+    hand = Hand(deadline_s=60.0)
+    ticket = hand.step()
+    requests = [hand.arrive(bucket, ticket=ticket, run=77) for bucket in range(3)]
+    assert hand.open  # storage has been asked for something
+    hand.scheduler.suspended(1000.0)
+    hand.now_s = 1000.0
+    hand.scheduler.tick(hand.now_s)
+    hand.take()
+    assert not hand.warnings
+    hand.wait_out()
+    assert set(hand.ended_with(requests)) == {ticket + 1}

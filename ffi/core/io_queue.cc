@@ -79,6 +79,7 @@ void IoQueue::close() {
   std::lock_guard<std::mutex> join_lock(join_mutex_);
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  turn_.close();
 }
 
 void IoQueue::run() {

@@ -81,6 +81,12 @@ void DeviceTurn::stop() {
   changed_.notify_all();
 }
 
+void DeviceTurn::close() {
+  stop();
+  std::lock_guard<std::mutex> lock(mutex_);
+  file_.close();
+}
+
 TurnStats DeviceTurn::stats() const {
   std::lock_guard<std::mutex> lock(mutex_);
   TurnStats stats = stats_;
@@ -100,7 +106,15 @@ void DeviceTurn::acquire(std::unique_lock<std::mutex>* lock) {
   asked_s_ = now_s();
   auto pause = kLeastPause;
   bool first = false;
+  double moved_s = asked_s_;
+  int64_t ahead = ahead_;
   while (exclusive() && !stopped_ && !(first = first_in_line())) {
+    if (ahead != ahead_) moved_s = now_s();
+    ahead = ahead_;
+    if (now_s() - moved_s > options_.patience_s) {
+      check(Status(Code::kIo, "another process has not given its turn back; it may have been stopped"));
+      break;
+    }
     changed_.wait_for(*lock, pause);
     pause = std::min(2 * pause, kMostPause);
   }
@@ -119,8 +133,7 @@ void DeviceTurn::acquire(std::unique_lock<std::mutex>* lock) {
 
 bool DeviceTurn::first_in_line() {
   if (place_ < 0 && !line_up()) return false;
-  int64_t before = 0;
-  return check(file_.find_locked(line_begin_, place_, &before)) && before < 0;
+  return check(file_.find_locked(line_begin_, place_, &ahead_)) && ahead_ < 0;
 }
 
 // Locks the byte behind the last one in the line. False: somebody else is at the gate.

@@ -53,10 +53,14 @@ class DeviceTurn {
   // waits for no more than so long for each of them.
   static constexpr double kQuantumS = 0.1;
 
+  // A line that has not moved for so long has somebody in it who was stopped: turns are off from then on.
+  static constexpr double kPatienceS = 20;
+
   struct Options {
     std::string path;  // of the lock file, the same for all users of a device; empty: turns are never taken
     bool is_write = false;
     double quantum_s = kQuantumS;
+    double patience_s = kPatienceS;
     // Told of every turn just before it ends, under the mutex: for traces and tests. It must not call back.
     std::function<void(const Turn&)> on_turn;
   };
@@ -82,6 +86,8 @@ class DeviceTurn {
   // Ends all waiting, and the turn once its blocks have ended. From then on enter() gives kStopped, or kFree
   // where turns are off.
   void stop();
+  // Closes the lock file; all blocks have ended.
+  void close();
 
   TurnStats stats() const;
   std::string error() const;  // empty: the lock file works, or there is none to use
@@ -110,6 +116,7 @@ class DeviceTurn {
   std::string error_;
   State state_ = State::kNone;
   int64_t place_ = -1;  // the byte that is locked in the line, or -1
+  int64_t ahead_ = -1;  // a byte that somebody before has locked, or -1
   bool stopped_ = false;
   int waiting_ = 0;  // threads in enter()
   int inside_ = 0;   // threads between enter() and leave()

@@ -257,6 +257,18 @@ class NoLocks : public jmo::SyscallHooks {
   const int error_number_;
 };
 
+void test_a_turn_that_is_never_given_back_is_not_waited_for(const std::string& path) {
+  DeviceTurn::Options little_patience = on(path);
+  little_patience.patience_s = 0.01;
+  Exclusive stopped(on(path)), other(little_patience);
+  CHECK_EQ(stopped.enter(), Entry::kInTurn);
+  CHECK_EQ(other.enter(), Entry::kFree);  // and not after for ever
+  CHECK(!other.exclusive());
+  CHECK(other.error().find("stopped") != std::string::npos);
+  stopped.leave(false);
+  CHECK(stopped.error().empty());
+}
+
 void test_without_locks_turns_are_off(const std::string& path) {
   DeviceTurn nowhere(on(path + ".d/missing"));
   nowhere.set_exclusive(true);
@@ -299,6 +311,7 @@ int main(int argc, char** argv) {
   test_turns_come_in_the_order_of_asking(path);
   test_stop_and_switching_off_end_the_waiting(path);
   test_the_killed_stand_in_nobodys_way(path);
+  test_a_turn_that_is_never_given_back_is_not_waited_for(path);
   test_without_locks_turns_are_off(path);
   CHECK_EQ(size_on_disk(path), uint64_t{0});  // its content is not ours
   return 0;

@@ -60,9 +60,10 @@ class Held:
     def __init__(self, part: np.ndarray[Any, Any]) -> None:
         self._loop = asyncio.get_running_loop()
         self._gone = asyncio.Event()
-        weakref.finalize(part, self._tell).atexit = False
+        # no weakref.finalize: that goes silent as soon as the interpreter ends, when stores are still to be closed
+        self._part = weakref.ref(part, self._tell)
 
-    def _tell(self) -> None:
+    def _tell(self, _: weakref.ref[np.ndarray[Any, Any]]) -> None:
         # on whichever thread drops the last reference; where the loop is closed nobody waits
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._gone.set)
