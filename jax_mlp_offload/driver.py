@@ -20,7 +20,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_mlp_offload import errors, native
 from jax_mlp_offload.backends import Backend, Place
@@ -31,8 +31,23 @@ _log = logging.getLogger("jax_mlp_offload")
 _BATCH = 256  # events taken at once
 _LONGEST_WAIT_S = 1.0  # between two looks at the clock
 _SUSPENDED_S = 1.0  # a wait that took so much longer: the process was stopped meanwhile
-_Ended = tuple[Any, ...]  # kind, token, error, errno, crc, size, start_s, end_s, free_bytes (-1: unknown)
 _Call = tuple[Callable[[], Any], bool, concurrent.futures.Future[Any]]  # what to run, whether when quiescent, for whom
+
+
+class _Ended(NamedTuple):
+    """How a transfer ended."""
+
+    message: str  # empty: well
+    error_number: int
+    crc: int
+    begun_s: float
+    free_bytes: int | None
+
+    @classmethod
+    def of(cls, event: tuple[Any, ...]) -> _Ended:
+        """From an event: kind, token, error, errno, crc, size, start_s, end_s, free_bytes (-1: unknown)."""
+        _, _, message, error_number, crc, _, begun_s, _, free_bytes = event
+        return cls(message, error_number, crc, begun_s, free_bytes if free_bytes >= 0 else None)
 
 
 class Driver:
@@ -163,41 +178,38 @@ class Driver:
             case "updated":
                 scheduler.update_done(scheduler.records[event[1]], event[4], now_s)
             case "read":
-                self._read_done(scheduler.records[event[1]], event, now_s)
+                self._read_done(scheduler.records[event[1]], _Ended.of(event), now_s)
             case "written":
-                self._write_done(scheduler.records[event[1]], event, now_s)
+                self._write_done(scheduler.records[event[1]], _Ended.of(event), now_s)
             case "handed_back":
                 scheduler.handed_back(event[1], now_s)
 
-    def _read_done(self, record: Record, event: _Ended, now_s: float) -> None:
-        _, _, message, error_number, _, _, begun_s, _, free_bytes = event
+    def _read_done(self, record: Record, ended: _Ended, now_s: float) -> None:
         tier = record.tier
         assert tier is not None
-        if not message:
-            self._backends[tier].moved(record.size_bytes)
-            self._backends[tier].moved_on(self._place(record))
-        error = self._error(record, message, error_number)
-        self._scheduler.read_done(record, error, now_s, begun_s, free_bytes if free_bytes >= 0 else None)
-
-    def _write_done(self, record: Record, event: _Ended, now_s: float) -> None:
-        _, _, message, error_number, crc, _, begun_s, _, free_bytes = event
-        tier = record.tier
-        assert tier is not None
-        error = self._error(record, message, error_number)
+        error = self._error(record, ended)
         if error is None:
             self._backends[tier].moved(record.size_bytes)
-        self._scheduler.write_done(record, crc, error, now_s, begun_s, free_bytes if free_bytes >= 0 else None)
+            self._backends[tier].moved_on(self._place(record))
+        self._scheduler.read_done(record, error, now_s, ended.begun_s, ended.free_bytes)
+
+    def _write_done(self, record: Record, ended: _Ended, now_s: float) -> None:
+        tier = record.tier
+        assert tier is not None
+        error = self._error(record, ended)
+        if error is None:
+            self._backends[tier].moved(record.size_bytes)
+        self._scheduler.write_done(record, ended.crc, error, now_s, ended.begun_s, ended.free_bytes)
         if record.tier != tier:  # not there after all; it may well be on its way back from there already
             self._backends[tier].moved_on(self._place(record))
 
-    def _error(self, record: Record, message: str, error_number: int) -> errors.OffloadError | None:
-        if not message:
+    def _error(self, record: Record, ended: _Ended) -> errors.OffloadError | None:
+        if not ended.message:
             return None
-        # what the system did not refuse came back wrong
-        kind = errors.TierError if error_number else errors.CorruptRecordError
         assert record.tier is not None
         name = self._backends[record.tier].name
-        return kind(f"tier {name!r}: {message}; {self._scheduler.describe(record)}")
+        text = f"tier {name!r}: {ended.message}; {self._scheduler.describe(record)}"
+        return errors.of_transfer(text, ended.error_number)
 
     def _perform(self) -> None:
         while actions := self._scheduler.take_actions():
@@ -237,7 +249,7 @@ class Driver:
             self._backends[record.tier].write(place, record.slot, record.index)
         except OSError as error:
             now_s = native.now_s()
-            self._write_done(record, (0, record.index, str(error), error.errno or 1, 0, 0, now_s, now_s, -1), now_s)
+            self._write_done(record, _Ended(str(error), error.errno or 1, 0, now_s, None), now_s)
 
     def _take_calls(self) -> collections.deque[_Call]:
         with self._lock:

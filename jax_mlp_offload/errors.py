@@ -20,6 +20,11 @@ class CorruptRecordError(OffloadError):
     """A record came back shorter than it was written, or with another checksum."""
 
 
+def of_transfer(text: str, error_number: int) -> OffloadError:
+    """Why a transfer failed: what the system did not refuse (errno 0) came back wrong."""
+    return TierError(text) if error_number else CorruptRecordError(text)
+
+
 class StaleTicketError(OffloadError):
     """An update was asked for from a state that is not the latest one (a replay, a rollback, two updates of one)."""
 

@@ -36,6 +36,7 @@ import numpy as np
 
 from jax_mlp_offload import errors, native
 from jax_mlp_offload.backends import Backend, Place, make_backend
+from jax_mlp_offload.backends.folder import free_bytes_at
 from jax_mlp_offload.profile import TierProfile, device_of, nearest_parent, profile_name
 from jax_mlp_offload.sizes import format_bytes
 from jax_mlp_offload.tiers import File, Remote, Tier
@@ -300,8 +301,7 @@ class _Traffic:
         for _, token, message, error_number, crc, _, _, end_s, *_ in ends:
             transfer = self._open.pop(token)
             if message:
-                failure = errors.TierError if error_number else errors.CorruptRecordError
-                raise failure(f"tier {self._name!r}: {message}")
+                raise errors.of_transfer(f"tier {self._name!r}: {message}", error_number)
             self._slots[transfer.way].append(transfer.slot)
             if transfer.way is _Way.WRITE:
                 self._crc[transfer.row] = crc
@@ -351,8 +351,8 @@ def _fit(tier: Tier, record_bytes: int, depth: int) -> tuple[int, int]:
     wanted_bytes = record_bytes = -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
     free = [] if (capacity := tier.number("capacity")) is None else [capacity]
     if isinstance(tier, File):
-        found = os.statvfs(nearest_parent(tier))
-        free.append(int(found.f_bavail * found.f_frsize * _USABLE))
+        found_bytes = free_bytes_at(nearest_parent(tier))
+        free += [] if found_bytes is None else [int(found_bytes * _USABLE)]
     free_bytes = min(free, default=_ROWS * record_bytes)
     least_rows = 2 * depth
     if free_bytes < least_rows * record_bytes:

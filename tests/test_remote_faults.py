@@ -252,14 +252,19 @@ def test_close_with_a_write_that_hangs(s3, proxy):
     tidy(s3, proxy)
 
 
-def test_a_write_waits_for_the_delete_before_it(s3, proxy, bench):
-    on = bench(quick(s3, proxy, request_timeout_s=20.0))
+def hang_delete(on, proxy):
+    """A record is written and moves on, and its deletes get no answer."""
     on.fill(0, 1)
     on.end(on.write(0, 0))
     struck = proxy.fail(method="DELETE", contains=CHUNKS, silent=True)
     on.backend.moved_on(on.place(0))
     while struck.met < 2:
         time.sleep(0.01)
+
+
+def test_a_write_waits_for_the_delete_before_it(s3, proxy, bench):
+    on = bench(quick(s3, proxy, request_timeout_s=20.0))
+    hang_delete(on, proxy)
     puts = proxy.count("PUT", CHUNKS)
     crc = on.fill(1, 2)
     token = on.write(0, 1)
@@ -272,12 +277,7 @@ def test_a_write_waits_for_the_delete_before_it(s3, proxy, bench):
 
 def test_a_write_does_not_wait_for_ever_for_a_delete(s3, proxy, bench):
     on = bench(quick(s3, proxy, request_timeout_s=0.5))
-    on.fill(0, 1)
-    on.end(on.write(0, 0))
-    struck = proxy.fail(method="DELETE", contains=CHUNKS, silent=True)
-    on.backend.moved_on(on.place(0))
-    while struck.met < 2:
-        time.sleep(0.01)
+    hang_delete(on, proxy)
     text, number, _ = on.end(on.write(0, 1))
     assert number == errno.ETIMEDOUT
     assert "an earlier request for the same place has had no answer within 0.5 s" in text

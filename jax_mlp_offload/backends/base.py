@@ -56,6 +56,12 @@ class Backend(abc.ABC):
             file_system=self.file_system,
         )
 
+    def lies_on(self, file_system: int) -> None:
+        """The tier is a directory there; without limits it has the bandwidth of that device."""
+        self.file_system = file_system
+        limits = self.tier.number("read_limit"), self.tier.number("write_limit")
+        self.device = file_system if limits == (None, None) else None
+
     def free_bytes(self) -> int | None:
         """Bytes that are free there now; None: unknown, or without end."""
         return None

@@ -32,13 +32,10 @@ class DirectBackend(Backend):
         self.tier = tier
         self._engine = engine
         self._folder = Folder(tier)
-        self.file_system = device = self._folder.device
-        read_bps, write_bps = tier.number("read_limit"), tier.number("write_limit")
-        self.device = device if read_bps is write_bps is None else None
-        self._turns = sharing.turns(device)
-        self._number: int = engine.add_tier(
-            True, read_bps or 0, write_bps or 0, IO_THREADS, IO_BLOCK_BYTES, self._turns.path
-        )
+        self.lies_on(self._folder.device)
+        self._turns = sharing.turns(self._folder.device)
+        read_bps, write_bps = tier.number("read_limit") or 0, tier.number("write_limit") or 0
+        self._number: int = engine.add_tier(True, read_bps, write_bps, IO_THREADS, IO_BLOCK_BYTES, self._turns.path)
         self._in_turns = self._turns.on
         engine.set_exclusive(self._number, self._in_turns)
 

@@ -76,8 +76,7 @@ class Folder:
 
     def free_bytes(self) -> int | None:
         """Bytes of the file system that this user may still take; None: it does not count its space."""
-        found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        return free_bytes_at(self.path)
 
     def add_array(self, name: str, records: int, record_bytes: int) -> None:
         """Makes the Zarr array of one bucket on one device.
@@ -145,6 +144,12 @@ class Folder:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
+
+
+def free_bytes_at(path: str | os.PathLike[str]) -> int | None:
+    """Bytes that this user may still take on a path's file system; None: it does not count its space."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def _remove_leftovers(root: pathlib.Path) -> None:

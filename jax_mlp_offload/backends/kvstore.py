@@ -111,9 +111,7 @@ class KvStoreBackend(Backend):
     def _open_folder(self, tier: File) -> None:
         home = FolderHome(tier)
         self._home, self._spec = home, home.spec
-        self.file_system = home.folder.device
-        if tier.number("read_limit") is tier.number("write_limit") is None:
-            self.device = self.file_system
+        self.lies_on(home.folder.device)
         self._loop = Loop("jmo-tensorstore")
         try:
             for mode in ("direct", "default"):  # not every file system has O_DIRECT
