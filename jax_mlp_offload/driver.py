@@ -153,7 +153,7 @@ class Driver:
             self._phases = self._scheduler.placement.phases
             self._begin_phase(now_s)
         self._perform()
-        if self._calls:
+        if self._calls and len(events) < _BATCH:  # they are to see all that happened before they were made
             self._run_calls()
 
     def _begin_phase(self, now_s: float) -> None:
@@ -183,6 +183,9 @@ class Driver:
                 self._write_done(scheduler.records[event[1]], _Ended.of(event), now_s)
             case "handed_back":
                 scheduler.handed_back(event[1], now_s)
+            case "agreed":
+                _, mine, instance, device, ticket = event
+                scheduler.agreed(instance, device, mine, ticket, now_s)
 
     def _read_done(self, record: Record, ended: _Ended, now_s: float) -> None:
         tier = record.tier

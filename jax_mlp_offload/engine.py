@@ -111,17 +111,19 @@ class Engine:
         reads_params: dict[str, bool],
         devices: Sequence[int],
         foreign: ForeignParams,
+        spans: bool = False,
     ) -> tuple[int, Plan]:
         """Registers an optimizer and returns its number and plan.
 
         Args:
           name: for messages and arrays.
-          leaves: one device's shards, in tree order.
+          leaves: one device's operands, in the order in which they make up buckets.
           layouts: by param dtype.
           rules: by param dtype.
           reads_params: by param dtype, whether the op gets the params.
           devices: ordinals.
           foreign: see ``foreign_params``.
+          spans: whether other processes take part in its steps.
 
         Raises:
           ValueError: if host memory is too small, or a record cannot fit the store's slots.
@@ -158,6 +160,7 @@ class Engine:
                     plan.paths,
                     lambda bucket, leaf: plan.leaves[plan.buckets[bucket].leaves[leaf]].path,
                     foreign,
+                    spans,
                 )
 
             for device in devices:

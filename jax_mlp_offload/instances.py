@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.ledger import Ledger
@@ -87,8 +87,9 @@ def make_instance(
     leaf_names: Callable[[int, int], list[str]],
     bucket_leaf: Callable[[int, int], str],
     foreign: ForeignParams,
-    serials: Iterator[int] | None,
     known: list[Record],
+    spans: bool = False,
+    first_serial: int | None = None,
 ) -> Instance:
     """Makes an optimizer and its records.
 
@@ -100,8 +101,9 @@ def make_instance(
       leaf_names: names of the leaves under (bucket, subgroup).
       bucket_leaf: name of a leaf of a bucket.
       foreign: what replaced 16-bit params lead to.
-      serials: source of serials, for tests.
       known: all records of the store by index; those of the optimizer are added.
+      spans: whether other processes take part in its steps.
+      first_serial: see :class:`Ledger`.
     """
     records: dict[tuple[int, int], list[Record]] = {}
     for device in devices:
@@ -110,5 +112,5 @@ def make_instance(
             row = [Record(first + i, number, bucket, device, i, size) for i, size in enumerate(sizes)]
             known.extend(row)
             records[bucket, device] = row
-    ledger = Ledger(name, len(bucket_records), devices, serials)
+    ledger = Ledger(name, len(bucket_records), devices, spans, first_serial)
     return Instance(number, name, tuple(devices), records, leaf_names, bucket_leaf, foreign, ledger)

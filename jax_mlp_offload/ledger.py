@@ -1,12 +1,16 @@
 """Tickets: which execution of which step an arriving operation belongs to, and whether it may run.
 
 1. Every bucket op of one execution of a step comes with the same ticket and the same run id; together they are one
-   :class:`Step`, which has one new serial. Serials rise and are never used twice, over all optimizers of the process.
+   :class:`Step`, which has one new serial. An optimizer's serials rise from a random start and are never used twice;
+   starts lie so far apart that a ticket also tells its optimizer, and one restored from another process fits nothing.
 2. An op may run if its ticket is the serial that its (bucket, device) was last given, or 0, which starts afresh.
 3. Where a step may not run, it is *doomed*: all its ops on all devices are held until the last one came, and then
    fail together. One device that fails alone would leave the others in a collective. A step that is found out when
    some of its ops run already *fails* instead: the others hand back old params and the poison ticket.
 4. An optimizer whose step failed half-way is *broken*: steps are doomed with the first cause until ticket 0 comes.
+5. Where an optimizer *spans* processes, each proposes its own serial for a step, and the largest one, which the program
+   hands to ``agree`` on every device, is the step's. A process may fail a step on its own account only by poison: the
+   others would wait for it in a collective. All doom the one after, since all were given the poison.
 
 Pure; imports nothing of jax, of the extension or of the tiers. Used by the scheduler's thread only.
 """
@@ -15,12 +19,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Sequence
 
 from jax_mlp_offload.types import POISON
 
 MAX_OPEN_STEPS = 64
-_serials = itertools.count(1)
+_STARTS = 2**31  # starts lie below, so that as many steps are left to each
+_started = itertools.count(secrets.randbelow(_STARTS))
+ELSEWHERE = "its update failed in another process, whose own message says why"
+
+
+def _start() -> int:
+    """A serial to begin with, far from all others: golden-ratio steps (Knuth, TAOCP 3, §6.4) from a random one."""
+    return 1 + next(_started) * 0x9E3779B1 % _STARTS
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -47,15 +59,19 @@ class Ledger:
       name: the optimizer's name, for messages.
       buckets: number of buckets.
       devices: ordinals of the devices it runs on.
-      serials: where serials come from (tests give their own).
+      spans: whether other processes take part in its steps.
+      first: the first serial (None: a random one).
     """
 
-    def __init__(self, name: str, buckets: int, devices: Sequence[int], serials: Iterator[int] | None = None) -> None:
+    def __init__(
+        self, name: str, buckets: int, devices: Sequence[int], spans: bool = False, first: int | None = None
+    ) -> None:
         self.name = name
+        self.spans = spans
         self.broken: str | None = None
         self.latest = 0  # serial of the last step that was allowed to run
         self.era = 0  # serial of the step that last started afresh
-        self._serials = _serials if serials is None else serials
+        self._next = _start() if first is None else first
         self._expected = buckets * len(devices)
         self._last: dict[tuple[int, int], int] = {}
         self._open: list[Step] = []  # steps whose operations have not all come, oldest first
@@ -79,6 +95,30 @@ class Ledger:
                     self.broken = self._stale(ticket, last)
         return step
 
+    def agree(self, device: int, mine: int, agreed: int) -> bool:
+        """Takes up what all processes agreed on as the ticket of a step that a device has been through.
+
+        Args:
+          device: its ordinal.
+          mine: the ticket of that step here.
+          agreed: the largest one of all processes.
+
+        Returns:
+          Whether the step failed in another process only, and this optimizer is broken by it.
+        """
+        if agreed == POISON:
+            news = self.broken is None and self.era <= mine < POISON
+            if news:
+                self.broken = f"optimizer {self.name!r}: {ELSEWHERE}"
+            return news
+        for key, last in self._last.items():
+            if key[1] == device and last == mine:
+                self._last[key] = agreed
+        if self.latest == mine:
+            self.latest = agreed
+        self._next = max(self._next, agreed + 1)
+        return False
+
     def all_here(self, step: Step) -> bool:
         """Whether every operation of the step has come."""
         return len(step.arrived) == self._expected
@@ -98,11 +138,14 @@ class Ledger:
             self._open.remove(step)
 
     def _begin(self, key: tuple[int, int], run_id: int, ticket: int) -> Step:
-        step = Step(next(self._serials), ticket, run_id)
+        step = Step(self._next, ticket, run_id)
+        self._next += 1
         last = self._last.get(key, 0)
         if ticket == 0:
             self.broken = None
             self.era = step.serial
+        elif self.broken is not None and self.spans and ticket == last:
+            step.failed = True  # the other processes know nothing of it
         elif self.broken is not None:
             step.doomed = self.broken
         elif ticket != last:
@@ -126,8 +169,8 @@ class Ledger:
             f"optimizer {self.name!r}: the state given to update has ticket {ticket}, but {known}. The moments live in "
             "the store, in one version: an update can only follow the last one. Pass on the state that the last update "
             "returned, or restore params from a checkpoint and start afresh with init. Two optimizers of one store with "
-            "the same leaves need a name= each. optax.MultiSteps updates at every micro-step from "
-            "one state: accumulate gradients in the loop instead, with a lax.cond around the real update"
+            "the same leaves need a name= each. optax.MultiSteps updates at every micro-step from one state: use this "
+            "optimizer's accumulate_steps=k instead"
         )
 
 

@@ -15,7 +15,7 @@ import jax
 from jax_mlp_offload import _native
 
 Engine = _native.Engine
-KINDS = ("arrived", "read", "written", "updated", "handed_back", "woken")
+KINDS = ("arrived", "read", "written", "updated", "handed_back", "agreed", "woken")
 """Kinds of an event, by the number that comes first in it."""
 
 RULES = {"adam": 0, "sgd": 1}

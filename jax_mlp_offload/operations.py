@@ -7,6 +7,8 @@
 3. An operation ends well once all its records are updated, with the step's serial as its ticket.
 4. A failure ends every operation of that optimizer on all devices with the *old* params and the poison ticket. One that
    began before the optimizer last started afresh concerns only what is as old as itself.
+5. A step that other processes take part in is refused only if they refuse it too, so by what they see as well: a ticket
+   that is not the last. What only this process knows ends the step as a failure does.
 
 What always holds: each operation ends exactly once, and not before the kernels that use its buffers are done.
 Pure; used by the scheduler's thread only.
@@ -121,6 +123,12 @@ class Operations:
             owner.ledger.give_up(step)
         self._fail_held(step)
 
+    def agreed(self, instance: int, device: int, mine: int, ticket: int) -> None:
+        """All processes gave the step this ticket."""
+        owner = self.instances[instance]
+        if owner.ledger.agree(device, mine, ticket) and owner.error is None:
+            owner.error = errors.OffloadError(owner.ledger.broken or "")
+
     # -- progress
 
     def begins_step(self, operation: Operation) -> bool:
@@ -179,7 +187,8 @@ class Operations:
                 "update left. A transform after jmo's optimizer changes its updates; move it in front. "
                 "If params are meant to be replaced before each update, pass foreign_params='adopt'"
             )
-            self.fail(owner, cause, operation.serial, at_once=len(owner.devices) == 1)
+            alone = len(owner.devices) == 1 and not owner.ledger.spans
+            self.fail(owner, cause, operation.serial, at_once=alone)
 
     def _complete(self, operation: Operation, ticket: int) -> None:
         self.actions.append(Complete(operation.request, ticket))

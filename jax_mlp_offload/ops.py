@@ -1,14 +1,16 @@
 """The op ``jmo_update`` in JAX programs: one call a bucket, inside a fully manual ``shard_map`` where there is a mesh.
 
 What always holds: every call of one step gets the same ticket and returns one; they are joined with ``max``, poison
-being the largest. Nothing here holds a device pointer or a step number: calls carry the store's, the optimizer's and the
-bucket's small numbers, so that compilation caches hit.
+being the largest; where a mesh spans processes, over all of them, once a step.
+Nothing here holds a device pointer or a step number: calls carry the store's, the optimizer's and the bucket's small
+numbers, so that compilation caches hit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mlp_offload.plan import Plan
+from jax_mlp_offload.replicas import Part
+from jax_mlp_offload.shardings import Layout, explicit_part
 
 Array = jax.Array
+_TICKET = jax.ShapeDtypeStruct((1,), jnp.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +35,9 @@ class Program:
     store: int
     instance: int
     plan: Plan
+    parts: tuple[Part, ...]  # what the plan counts as leaves
     reads_params: tuple[bool, ...]  # by bucket
-    mesh: Mesh | None  # None: one device, or inside a manual shard_map already
-    specs: tuple[PartitionSpec, ...]  # by leaf, where there is a mesh
+    layout: Layout
 
     def make(self) -> Callable[[Array, Array, list[Array], list[Array]], tuple[Array, list[Array | None]]]:
         """A jitted function (ticket, hyper, grads, params) -> (ticket, results).
@@ -45,57 +50,57 @@ class Program:
     def _run(
         self, ticket: Array, hyper: Array, grads: list[Array], params: list[Array]
     ) -> tuple[Array, list[Array | None]]:
-        used = [leaf for bucket in self.plan.buckets for leaf in bucket.leaves]
+        used = [leaf for bucket in self.plan.buckets for part in bucket.leaves for leaf in self.parts[part].leaves]
         read = [
             leaf
             for bucket, reads in zip(self.plan.buckets, self.reads_params, strict=True)
             if reads
-            for leaf in bucket.leaves
+            for part in bucket.leaves
+            for leaf in self.parts[part].leaves
         ]
-        body = self._on_device
-        if self.mesh is not None:
-            spec = self.specs
-            grads = [self._place(leaf, i) for i, leaf in enumerate(grads)]
-            params = [self._place(leaf, i) for i, leaf in enumerate(params)]
+        body: Callable[..., tuple[Array, dict[int, Array]]] = self._on_device
+        wrapped = self.layout.wrapped
+        if wrapped:
+            spec = {leaf: self.layout.spec(leaf) for leaf in used}
+            grads = [self._place(leaf, spec.get(i)) for i, leaf in enumerate(grads)]
+            params = [self._place(leaf, spec.get(i)) for i, leaf in enumerate(params)]
             body = jax.shard_map(
                 body,
-                mesh=self.mesh,
-                in_specs=(PartitionSpec(), PartitionSpec(), [spec[i] for i in used], [spec[i] for i in read]),
-                out_specs=(PartitionSpec(), [spec[i] for i in used]),
+                mesh=jax.sharding.get_abstract_mesh() if self.layout.manual else self.layout.mesh,
+                axis_names=set(wrapped),
+                in_specs=(PartitionSpec(), PartitionSpec(), spec, {leaf: spec[leaf] for leaf in read}),
+                out_specs=(PartitionSpec(), spec),
                 check_vma=False,
             )
-        else:
+        elif self.layout.mesh is None and not self.layout.manual:
             ticket = one_device_p.bind(ticket)
-        new_ticket, outs = body(ticket, hyper, [grads[i] for i in used], [params[i] for i in read])
-        results: list[Array | None] = [None] * len(grads)
-        for leaf, out in zip(used, outs, strict=True):
-            results[leaf] = out
-        return new_ticket, results
+        new_ticket, outs = body(ticket, hyper, {i: grads[i] for i in used}, {i: params[i] for i in read})
+        return new_ticket, [outs.get(leaf) for leaf in range(len(grads))]
 
-    def _place(self, leaf: Array, index: int) -> Array:
+    def _place(self, leaf: Array, spec: PartitionSpec | None) -> Array:
         """On Explicit axes a gradient may be typed otherwise than its param: it is resharded, as optax's ops would."""
-        assert self.mesh is not None
-        if leaf is None or any(kind != AxisType.Explicit for kind in self.mesh.axis_types):
+        mesh = self.layout.mesh
+        assert mesh is not None
+        if leaf is None or spec is None or AxisType.Explicit not in mesh.axis_types:
             return leaf
-        placed: Array = jax.sharding.reshard(leaf, NamedSharding(self.mesh, self.specs[index]))
+        where = jax.sharding.get_abstract_mesh() if self.layout.manual else mesh
+        placed: Array = jax.sharding.reshard(leaf, NamedSharding(where, explicit_part(spec, mesh)))
         return placed
 
     def _on_device(
-        self, ticket: Array, hyper: Array, grads: Sequence[Array], params: Sequence[Array]
-    ) -> tuple[Array, list[Array]]:
-        """All buckets of one device; the arrays are its shards."""
-        tickets, outs = [], []
-        grads, params = list(grads), list(params)
+        self, ticket: Array, hyper: Array, grads: dict[int, Array], params: dict[int, Array]
+    ) -> tuple[Array, dict[int, Array]]:
+        """All buckets of one device; the arrays are its shards, by leaf."""
+        tickets: list[Array] = []
+        outs: dict[int, Array] = {}
         for index, (bucket, reads) in enumerate(zip(self.plan.buckets, self.reads_params, strict=True)):
-            count = len(bucket.leaves)
-            mine, grads = grads[:count], grads[count:]
-            mine_params: list[Array] = []
-            if reads:
-                mine_params, params = params[:count], params[count:]
+            parts = [self.parts[part] for part in bucket.leaves]
+            mine = [part.cut([grads[leaf] for leaf in part.leaves]) for part in parts]
+            mine_params = [part.cut([params[leaf] for leaf in part.leaves]) for part in parts] if reads else []
             dtype = jnp.dtype(self.plan.leaves[bucket.leaves[0]].dtype)
             call = jax.ffi.ffi_call(
                 "jmo_update",
-                [jax.ShapeDtypeStruct((1,), jnp.uint32), *(jax.ShapeDtypeStruct(g.shape, dtype) for g in mine)],
+                [_TICKET, *(jax.ShapeDtypeStruct(g.shape, dtype) for g in mine)],
                 has_side_effect=True,
             )
             new_ticket, *results = call(
@@ -108,11 +113,19 @@ class Program:
                 bucket=np.int64(index),
             )
             tickets.append(new_ticket)
-            outs.extend(results)
-        joined = tickets[0]
-        for other in tickets[1:]:
-            joined = jnp.maximum(joined, other)
-        return joined, outs
+            for part, result in zip(parts, results, strict=True):
+                shards = part.join(result, [grads[leaf].shape for leaf in part.leaves])
+                outs.update(zip(part.leaves, shards, strict=True))
+        joined = functools.reduce(jnp.maximum, tickets)
+        return self._agree(joined) if self.layout.spans else joined, outs
+
+    def _agree(self, ticket: Array) -> Array:
+        """The largest ticket of all processes, which this one's engine is told."""
+        axes = self.layout.manual if self.layout.mesh is None else self.layout.mesh.axis_names
+        agreed = jax.lax.pmax(ticket, axes)
+        call = jax.ffi.ffi_call("jmo_agree", _TICKET, has_side_effect=True)
+        told: Array = call(ticket, agreed, store=np.int64(self.store), instance=np.int64(self.instance))
+        return told
 
 
 def _one_device_lowering(ctx: Any, ticket: Any) -> list[Any]:

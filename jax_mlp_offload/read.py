@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +12,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_mlp_offload import shardings
+from jax_mlp_offload.binding import Binding, canonical_path, state_shapes
 from jax_mlp_offload.errors import OffloadError
+from jax_mlp_offload.plan import BucketPlan
+from jax_mlp_offload.replicas import Part
 from jax_mlp_offload.state import OffloadState
 from jax_mlp_offload.store import Store, live_stores
-from jax_mlp_offload.transform import Binding, canonical_path, state_shapes
 
 _Records = dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
 
@@ -28,7 +33,8 @@ def read_state(state: Any) -> Any:
 
     Returns:
       The same tree, each OffloadState replaced by what the optax optimizer of the same parameters holds on float32
-      masters; moments are float32 (or ``mu_dtype``), sharded as their params.
+      masters; moments are float32 (or ``mu_dtype``), sharded as their params. Where the mesh spans processes, all of
+      them have to call this, as any computation on such arrays.
 
     Raises:
       ValueError: if no open store holds the state (it belongs to another process, or to an earlier step).
@@ -46,6 +52,7 @@ def read_masters(state: Any, params: Any) -> Any:
 
     Returns:
       A tree like ``params``, float32. float32 params, and leaves that no offloaded optimizer holds, are as they are.
+      Where the mesh spans processes, all of them have to call this.
 
     Raises:
       ValueError: if there is no OffloadState, no open store holds it, or ``params`` lacks a leaf of it.
@@ -60,15 +67,16 @@ def read_masters(state: Any, params: Any) -> Any:
             continue  # no update yet: the masters are the params
         store, binding = _find(found)
         records = _records(found, store, binding)
-        for index, (leaf, shape) in enumerate(zip(binding.plan.leaves, binding.shapes, strict=True)):
+        remainders = {} if records is None else _sections(binding, records, "master")
+        for index, (leaf, shape) in enumerate(zip(binding.leaves, binding.shapes, strict=True)):
             param = masters.get(leaf.path)
             if param is None or (param.shape, param.dtype.name) != (shape, leaf.dtype):
                 raise ValueError(
                     f"read_masters: the state is that of a param {leaf.path} of shape {shape} and dtype {leaf.dtype}, "
                     "which the given params lack; give the whole tree of params that the optimizer updates"
                 )
-            if param.dtype != jnp.float32 and param.size and records is not None:
-                masters[leaf.path] = _join(param, _section(binding, records, index, "master"))
+            if index in remainders:
+                masters[leaf.path] = _join(param, remainders[index])
     return jax.tree.unflatten(treedef, [jnp.asarray(master).astype(jnp.float32) for master in masters.values()])
 
 
@@ -154,7 +162,11 @@ def _optax_state(state: OffloadState) -> Any:
     reference = _reference(binding)
     values: dict[str, Any] = {"count": state.count}
     for field, section in binding.rule.moments().items():
-        leaves = [_section(binding, records, index, section) for index in range(len(binding.shapes))]
+        found = {} if records is None else _sections(binding, records, section)
+        leaves = [
+            found[leaf] if leaf in found else _zeros(binding, leaf, _section_dtype(binding, leaf, section))
+            for leaf in range(len(binding.leaves))
+        ]
         values[field] = jax.tree.unflatten(binding.treedef, leaves)
     if not any(name == "count" for name in _fields(reference)):
         del values["count"]
@@ -168,37 +180,27 @@ def _fields(state: Any) -> list[str]:
     return names
 
 
-def _section(binding: Binding, records: _Records | None, leaf: int, section: str) -> jax.Array:
-    """One section (mu, nu or master) of a leaf, put together from the records of all devices."""
-    dtype = _section_dtype(binding, leaf, section)
-    shape = binding.shapes[leaf]
-    layout = binding.layout
-    shard_shape = layout.shard_shape(leaf, shape)
-    place = _place(binding, leaf)
-    if place is None or records is None:
-        return jnp.zeros(shape, dtype)
-    shards = {device: _shard(binding, records, leaf, place, device, section, dtype) for device in layout.devices}
-    if layout.mesh is None or not layout.wrap:
-        return jnp.asarray(shards[layout.devices[0]].reshape(shape))
-    sharding = NamedSharding(layout.mesh, layout.specs[leaf])
-    by_id = {d.id: d for d in layout.mesh.devices.flat}
-    arrays = [jax.device_put(shards[i].reshape(shard_shape), by_id[i]) for i in layout.devices]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _place(binding: Binding, leaf: int) -> tuple[int, int] | None:
-    """The bucket that holds a leaf, and the leaf's first element in it; None for leaves without a record."""
-    for index, bucket in enumerate(binding.plan.buckets):
+def _sections(binding: Binding, records: _Records, section: str) -> dict[int, jax.Array]:
+    """One section (mu, nu or master) of every leaf that has it, put together from the records of all devices."""
+    found: dict[int, jax.Array] = {}
+    for bucket, plan in enumerate(binding.plan.buckets):
+        if not getattr(plan.layout, f"{section}_bytes"):
+            continue
         begin = 0
-        for member in bucket.leaves:
-            if member == leaf:
-                return index, begin
-            begin += binding.plan.leaves[member].elements
-    return None
+        for index in plan.leaves:
+            part = binding.parts[index]
+            dtype, end = _section_dtype(binding, part.leaves[0], section), begin + part.share
+            shares = {
+                device: _range(plan, records[bucket, device], begin, end, section, dtype)
+                for device in binding.layout.devices
+            }
+            found.update(zip(part.leaves, _whole(binding, part, shares), strict=True))
+            begin = end
+    return found
 
 
 def _section_dtype(binding: Binding, leaf: int, section: str) -> Any:
-    param = binding.plan.leaves[leaf].dtype
+    param = binding.leaves[leaf].dtype
     if section == "master":
         return np.int16 if param == "bfloat16" else np.float32
     kernel = binding.rule.spec(param)
@@ -206,26 +208,74 @@ def _section_dtype(binding: Binding, leaf: int, section: str) -> Any:
     return ml_dtypes.bfloat16 if name == "bfloat16" else np.float32
 
 
-def _shard(
-    binding: Binding, records: _Records, leaf: int, place: tuple[int, int], device: int, section: str, dtype: Any
+def _range(
+    plan: BucketPlan, records: list[np.ndarray[Any, Any] | None], begin: int, end: int, section: str, dtype: Any
 ) -> np.ndarray[Any, Any]:
-    """One device's shard of a leaf's section, flat: its part of each of the bucket's records."""
-    bucket, begin = place
-    end = begin + binding.plan.leaves[leaf].elements
-    plan = binding.plan.buckets[bucket]
+    """Elements ``[begin, end)`` of a bucket's section on one device: their part of each record."""
     offset = {"mu": plan.mu_offset, "nu": plan.nu_offset, "master": plan.master_offset}[section]
     element_bytes = np.dtype(dtype).itemsize
-    parts = []
-    for (first, count), record in zip(plan.subgroups, records[bucket, device], strict=True):
+    found = []
+    for (first, count), record in zip(plan.subgroups, records, strict=True):
         low, high = max(begin, first), min(end, first + count)
         if low >= high:
             continue
         if record is None:
-            parts.append(np.zeros(high - low, dtype))
+            found.append(np.zeros(high - low, dtype))
         else:
             at = offset + (low - first) * element_bytes
-            parts.append(record[at : at + (high - low) * element_bytes].view(dtype))
-    return np.concatenate(parts)  # a copy, also of one part: the records are not handed out
+            found.append(record[at : at + (high - low) * element_bytes].view(dtype))
+    return np.concatenate(found)  # a copy, also of a single one: the records are not handed out
+
+
+def _whole(binding: Binding, part: Part, shares: dict[int, np.ndarray[Any, Any]]) -> list[jax.Array]:
+    """The leaves of a part as arrays, sharded as their params."""
+    layout, shapes = binding.layout, [binding.shapes[leaf] for leaf in part.leaves]
+    if not layout.specs:
+        if len(layout.devices) > 1 or layout.spans:
+            raise ValueError(
+                f"optimizer {binding.name!r} was updated inside a shard_map without param_specs=, so it cannot be told how "
+                "its shards make up whole leaves; pass mesh= and param_specs= to it"
+            )
+        return [jnp.asarray(shares[layout.devices[0]].reshape(shapes[0]))]
+    assert layout.mesh is not None
+    devices = {shardings.ordinal(device): device for device in layout.mesh.local_devices}
+    specs = [layout.specs[leaf] for leaf in part.leaves]
+    if not part.axes:
+        sharding = NamedSharding(layout.mesh, specs[0])
+        local = sharding.shard_shape(shapes[0])
+        placed = [jax.device_put(share.reshape(local), devices[i]) for i, share in shares.items()]
+        return [jax.make_array_from_single_device_arrays(shapes[0], sharding, placed)]
+    everywhere = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
+    placed = [jax.device_put(share, devices[i]) for i, share in shares.items()]
+    flat = jax.make_array_from_single_device_arrays((layout.mesh.size * part.share,), everywhere, placed)
+    numbered = dataclasses.replace(part, leaves=tuple(range(len(part.leaves))))
+    joined: list[jax.Array] = _joiner(layout.mesh, numbered, tuple(shapes), tuple(specs))(flat)
+    return joined
+
+
+@functools.lru_cache(maxsize=256)
+def _joiner(
+    mesh: Mesh, part: Part, shapes: tuple[tuple[int, ...], ...], specs: tuple[PartitionSpec, ...]
+) -> Callable[[jax.Array], list[jax.Array]]:
+    """Gathers a part along its axes. Where the mesh spans processes, all of them have to call it."""
+    local = [NamedSharding(mesh, spec).shard_shape(shape) for spec, shape in zip(specs, shapes, strict=True)]
+    body = jax.shard_map(
+        lambda share: part.join(share, local),
+        mesh=mesh,
+        in_specs=PartitionSpec(mesh.axis_names),
+        out_specs=list(specs),
+        check_vma=False,
+    )
+    return jax.jit(body)
+
+
+def _zeros(binding: Binding, leaf: int, dtype: Any) -> jax.Array:
+    """What a leaf without a record holds."""
+    zeros = functools.partial(jnp.zeros, binding.shapes[leaf], dtype)
+    if binding.layout.mesh is None or not binding.layout.specs:
+        return zeros()
+    placed: jax.Array = jax.jit(zeros, out_shardings=NamedSharding(binding.layout.mesh, binding.layout.specs[leaf]))()
+    return placed
 
 
 @jax.jit

@@ -19,7 +19,7 @@ One class, a little longer than a file should be: every event needs what the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.cache import DeviceCache
@@ -78,11 +78,21 @@ class Scheduler:
         leaf_names: Callable[[int, int], list[str]],
         bucket_leaf: Callable[[int, int], str],
         foreign: ForeignParams = ForeignParams.WATCH,
-        serials: Iterator[int] | None = None,
+        spans: bool = False,
+        first_serial: int | None = None,
     ) -> Instance:
         """Registers an optimizer; see :func:`make_instance` for the arguments."""
         instance = make_instance(
-            number, name, devices, bucket_records, leaf_names, bucket_leaf, foreign, serials, self.records
+            number,
+            name,
+            devices,
+            bucket_records,
+            leaf_names,
+            bucket_leaf,
+            foreign,
+            self.records,
+            spans,
+            first_serial,
         )
         for device in devices:
             self._device(device).records += sum(map(len, bucket_records))
@@ -123,6 +133,11 @@ class Scheduler:
         self._operations.now_s = now_s
         self._operations.arrive(request, instance, bucket, device, run_id, ticket, skip)
         self._settle()
+
+    def agreed(self, instance: int, device: int, mine: int, ticket: int, now_s: float) -> None:
+        """A device learned which ticket all processes gave the step that it has been through (POISON: one failed)."""
+        self._operations.now_s = now_s
+        self._operations.agreed(instance, device, mine, ticket)
 
     def read_done(
         self, record: Record, error: _Error, now_s: float, begun_s: float | None = None, free_bytes: int | None = None

@@ -1,19 +1,22 @@
-"""How an optimizer learns over which devices its params lie, and in which shards.
+"""How an optimizer learns over which devices its params lie, in which shards, and along which axes they have replicas.
 
 Taken from the first of: ``param_specs=`` (PartitionSpecs with ``mesh=``, or NamedShardings), the types of the params
-where the mesh has Explicit axes, and the concrete params that ``init`` saw. Otherwise params are taken to lie on one
-device; a program on several is then refused when it is lowered. Nothing is ever gathered.
+where the mesh has Explicit axes only, and the concrete params that ``init`` saw. Otherwise params are taken to lie on
+one device; a program on several is then refused when it is lowered. Nothing that is sharded is ever gathered.
+
+Inside the user's own ``shard_map`` leaves are shards along its manual axes already. ``param_specs=`` says which of them
+hold replicas; without it every device is taken to have a shard of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Given = tuple[Mesh, tuple[PartitionSpec, ...]]
 """A mesh, and a spec for each leaf."""
@@ -21,18 +24,63 @@ Given = tuple[Mesh, tuple[PartitionSpec, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The mesh (None: one device), each leaf's spec, and the ordinals of this process's devices."""
+    """How leaves lie on devices.
+
+    Attributes:
+      mesh: None: one device, or inside a shard_map of which nothing is known.
+      specs: by leaf, how it is sharded over the whole mesh; empty: nothing is known, or there is no mesh.
+      manual: axes that are manual already where the optimizer is called.
+      devices: ordinals of this process's devices.
+      spans: whether the mesh has devices of other processes.
+    """
 
     mesh: Mesh | None
     specs: tuple[PartitionSpec, ...]
     devices: tuple[int, ...]
-    wrap: bool  # whether the ops have to be put into a shard_map
+    manual: tuple[str, ...] = ()
+    spans: bool = False
+
+    @property
+    def wrapped(self) -> tuple[str, ...]:
+        """Axes that a shard_map around the ops has to make manual."""
+        if self.mesh is None or not self.specs:
+            return ()
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.manual)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Devices along each axis."""
+        return {} if self.mesh is None else dict(self.mesh.shape)
+
+    def replicated(self, leaf: int) -> tuple[str, ...]:
+        """Axes along which a leaf is replicated."""
+        if self.mesh is None or not self.specs:
+            return ()
+        used = {axis for entry in self.specs[leaf] for axis in _axes(entry)}
+        return tuple(axis for axis in self.mesh.axis_names if axis not in used)
+
+    def spec(self, leaf: int) -> PartitionSpec:
+        """A leaf's spec over the axes that are not manual yet."""
+        return _without(self.specs[leaf], self.manual)
 
     def shard_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """One device's shard of a leaf of global ``shape``."""
-        if self.mesh is None or not self.wrap:
+        """One device's shard of a leaf that has ``shape`` where the optimizer is called."""
+        if not self.wrapped:
             return shape
-        return tuple(NamedSharding(self.mesh, self.specs[leaf]).shard_shape(shape))
+        return tuple(
+            size // _parts(entry, self.sizes)
+            for size, entry in zip(shape, _whole(self.spec(leaf), len(shape)), strict=True)
+        )
+
+    def global_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The whole leaf's shape, of one that has ``shape`` where the optimizer is called."""
+        if not self.specs:
+            return shape
+        whole = _whole(self.specs[leaf], len(shape))
+        return tuple(
+            size * math.prod(self.sizes[axis] for axis in _axes(entry) if axis in self.manual)
+            for size, entry in zip(shape, whole, strict=True)
+        )
 
 
 def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
@@ -81,9 +129,8 @@ def _sharding(leaf: Any, known: Mesh | None) -> Any:
     if isinstance(leaf, jax.core.Tracer):
         sharding = jax.typeof(leaf).sharding
         mesh = sharding.mesh
-        explicit = not mesh.empty and all(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
-        if not explicit:
-            return None
+        if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
+            return None  # along other axes the type tells nothing
         return NamedSharding(known or _concrete(mesh), sharding.spec)
     return getattr(leaf, "sharding", None)
 
@@ -110,76 +157,129 @@ def resolve(
     Args:
       mesh: the user's ``mesh=``.
       given: from ``specs_of_tree`` or ``specs_of_leaves``, or None.
-      leaves: with their (global) shapes.
+      leaves: with their shapes.
       paths: their names.
       device: ordinal of the device that single-device params lie on, if known.
 
     Raises:
-      ValueError: if a mesh was given but no shardings, or a leaf does not divide.
+      ValueError: if a mesh was given but no shardings, a spec does not fit its leaf or the mesh, or the mesh cannot be
+        told inside a shard_map.
     """
-    manual = _manual_mesh_size()
-    if manual:
-        ordinals = _ordinals(mesh) if mesh is not None else tuple(d.id for d in jax.local_devices()[:manual])
-        return Layout(mesh, (), ordinals, wrap=False)
+    manual = manual_axes()
+    if given is None and manual:
+        return _unknown_shards(mesh, manual)
     if given is None:
         if mesh is not None and mesh.size > 1:
             raise ValueError(
                 f"mesh={mesh!r} was given, but not how the params are sharded over it; pass param_specs= (a tree of "
                 "PartitionSpec, PartitionSpec() for what is replicated), or call init with sharded arrays"
             )
-        return Layout(None, (), (_one_device(device),), wrap=False)
+        return Layout(None, (), (_one_device(device),))
     mesh, specs = given
     if mesh.size == 1:
-        return Layout(None, (), _ordinals(mesh), wrap=False)
-    for leaf, path, spec in zip(leaves, paths, specs, strict=True):
-        _check_divides(tuple(leaf.shape), path, spec, mesh)
-    specs = tuple(_whole(spec, len(leaf.shape)) for leaf, spec in zip(leaves, specs, strict=True))
-    return Layout(mesh, specs, _ordinals(mesh), wrap=True)
+        return Layout(None, (), _ordinals(mesh))
+    _check_manual(mesh, manual)
+    fitted = [
+        _fit(tuple(leaf.shape), path, spec, mesh, manual) for leaf, path, spec in zip(leaves, paths, specs, strict=True)
+    ]
+    return Layout(mesh, tuple(fitted), _ordinals(mesh), manual, _spans(mesh))
+
+
+def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...]) -> Layout:
+    """Inside a shard_map without ``param_specs``: each device has its own shard."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if len(manual) < len(abstract.axis_names):
+        raise ValueError(
+            f"the optimizer is called inside a shard_map that is manual over {manual} and leaves other axes automatic; "
+            "pass mesh= and param_specs= (over all axes of the mesh), or call it outside"
+        )
+    if mesh is None:
+        if abstract.size not in (1, jax.device_count()):
+            raise ValueError(
+                f"the optimizer is called inside a shard_map over {abstract.size} of {jax.device_count()} devices; pass "
+                "mesh= to it"
+            )
+        devices = jax.local_devices()
+        return Layout(None, (), tuple(map(ordinal, devices)), manual, len(devices) < jax.device_count())
+    _check_manual(mesh, manual)
+    return Layout(mesh, (), _ordinals(mesh), manual, _spans(mesh))
+
+
+def _check_manual(mesh: Mesh, manual: tuple[str, ...]) -> None:
+    here = dict(jax.sharding.get_abstract_mesh().shape)
+    if manual and here != dict(mesh.shape):
+        raise ValueError(
+            f"mesh= has axes {dict(mesh.shape)}, but the optimizer is called inside a shard_map over {here}; pass the "
+            "mesh of that shard_map"
+        )
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _parts(entry: Any, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in _axes(entry))
+
+
+def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    return PartitionSpec(*(_entry([axis for axis in _axes(entry) if axis not in axes]) for entry in spec))
+
+
+def _entry(axes: Sequence[str]) -> Any:
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def explicit_part(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """What of a spec a value's type may name: Explicit axes only."""
+    others = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Explicit]
+    return _without(spec, others)
 
 
 def _whole(spec: PartitionSpec, dimensions: int) -> PartitionSpec:
     """The spec with an entry for each dimension: P() and P(None) of one leaf are the same optimizer."""
-    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec]
-    return PartitionSpec(*entries, *[None] * (dimensions - len(entries)))
+    return PartitionSpec(*(_entry(_axes(entry)) for entry in spec), *[None] * (dimensions - len(spec)))
 
 
-def _check_divides(shape: tuple[int, ...], path: str, spec: PartitionSpec, mesh: Mesh) -> None:
+def _fit(shape: tuple[int, ...], path: str, spec: PartitionSpec, mesh: Mesh, manual: Collection[str]) -> PartitionSpec:
+    """The spec as the leaf can have it: a dimension that does not divide cannot be sharded in JAX, so it is whole."""
     if len(spec) > len(shape):
         raise ValueError(f"param_specs: {spec} has more entries than {path!r} of shape {shape} has dimensions")
-    for size, axes in zip(shape, spec, strict=False):
-        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        missing = [name for name in names if name not in mesh.shape]
-        if missing:
-            raise ValueError(
-                f"param_specs: {spec} of {path!r} names axis {missing[0]!r}; the mesh has {mesh.axis_names}"
-            )
-        parts = math.prod(mesh.shape[name] for name in names)
-        if size % parts:
-            raise ValueError(
-                f"param_specs: {path!r} of shape {shape} does not divide by {parts} along {names}; "
-                "shard a dimension that does, or replicate the leaf with PartitionSpec()"
-            )
+    entries: list[Any] = []
+    for size, entry in zip(shape, _whole(spec, len(shape)), strict=True):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            raise ValueError(f"param_specs: {spec} of {path!r} leaves a dimension unconstrained; say how it is sharded")
+        names = _axes(entry)
+        for name in names:
+            if name not in mesh.shape:
+                raise ValueError(f"param_specs: {spec} of {path!r} names axis {name!r}; the mesh has {mesh.axis_names}")
+        done = [name for name in names if name in manual]
+        divides = size % math.prod(mesh.shape[name] for name in names if name not in done) == 0
+        entries.append(_entry(names if divides else done))
+    return PartitionSpec(*entries)
 
 
-def _manual_mesh_size() -> int:
-    """Size of the mesh if the caller is inside a shard_map over all of its axes, else 0."""
+def manual_axes() -> tuple[str, ...]:
+    """Axes of the shard_map that the caller is inside of, if he is."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.axis_types:
-        return 0
-    kinds = set(mesh.axis_types)
-    if jax.sharding.AxisType.Manual not in kinds:
-        return 0
-    if len(kinds) > 1:
-        raise ValueError(
-            "the optimizer is called inside a shard_map that leaves some mesh axes automatic; make all axes manual "
-            "there, or call it outside"
-        )
-    return int(mesh.size)
+        return ()
+    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual)
+
+
+def _spans(mesh: Mesh) -> bool:
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def ordinal(device: jax.Device) -> int:
+    """The number by which a handler knows a device of this process: on CPU XLA gives it the global one."""
+    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
 
 
 def _ordinals(mesh: Mesh) -> tuple[int, ...]:
     here = jax.process_index()
-    return tuple(d.id for d in mesh.devices.flat if d.process_index == here)
+    return tuple(ordinal(d) for d in mesh.devices.flat if d.process_index == here)
 
 
 def _one_device(device: int | None) -> int:
@@ -187,7 +287,7 @@ def _one_device(device: int | None) -> int:
         return device
     default = getattr(jax.config, "jax_default_device", None)
     chosen = default if isinstance(default, jax.Device) else jax.local_devices()[0]
-    return int(chosen.id)
+    return ordinal(chosen)
 
 
 @dataclasses.dataclass(frozen=True)

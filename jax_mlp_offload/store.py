@@ -201,6 +201,12 @@ class Store:
             if known is None or declared.given is not None or declared.device is not None:
                 self._declared[key] = declared
 
+    def known(self, key: Any) -> Declared | None:
+        """What ``init`` saw of an optimizer, if it was called."""
+        self._check_open()
+        with self._lock:
+            return self._declared.get(key)
+
     def declared(self, key: Any, leaves: Leaves) -> Declared:
         """What ``init`` saw of the optimizer whose update is traced.
 

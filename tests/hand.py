@@ -36,7 +36,7 @@ class Hand:
             lambda bucket, subgroup: [f"w{bucket}"],
             lambda bucket, leaf: f"w{bucket}",
             settings.pop("foreign", ForeignParams.WATCH),
-            itertools.count(1),
+            first_serial=1,
         )
 
     def arrive(self, bucket, device=0, ticket=0, run=None, skip=False):

@@ -115,7 +115,6 @@ class Simulation:
             for i, t in enumerate(world.tiers)
         ]
         self.scheduler = Scheduler(specs, world.order, world.deadline_s)
-        serials = itertools.count(1)
         for device in range(world.devices):
             self.scheduler.add_slots(device, range(device * world.slots, (device + 1) * world.slots))
         for number, buckets in enumerate(world.optimizers):
@@ -127,7 +126,7 @@ class Simulation:
                 lambda bucket, subgroup: [f"leaf{bucket}.{subgroup}"],
                 lambda bucket, leaf: f"leaf{bucket}.{leaf}",
                 world.foreign,
-                serials,
+                first_serial=1 + number * 10**6,
             )
         count = len(self.scheduler.records)
         self.truth: list[int] = [0] * count  # the value of each record's latest version

@@ -13,7 +13,7 @@ from jax_mlp_offload.types import POISON
 
 
 def ledger(buckets=2, devices=(0, 1)):
-    return Ledger("adam", buckets, devices, itertools.count(1))
+    return Ledger("adam", buckets, devices, first=1)
 
 
 def admit_all(ledger, run_id, ticket, keys=None):
@@ -139,7 +139,7 @@ def test_step_that_is_given_up():
 
 @given(st.lists(st.permutations(list(itertools.product(range(3), range(2)))), min_size=1, max_size=6))
 def test_any_order_of_arrival_gives_one_serial_a_step(orders):
-    book = Ledger("adam", 3, (0, 1), itertools.count(1))
+    book = Ledger("adam", 3, (0, 1), first=1)
     ticket = 0
     for run_id, order in enumerate(orders):
         steps = [book.admit(bucket, device, run_id, ticket) for bucket, device in order]

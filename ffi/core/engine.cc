@@ -111,6 +111,16 @@ Status Engine::submit(Request request) {
   return Status();
 }
 
+void Engine::agree(int64_t instance, int64_t device, uint32_t mine, uint32_t ticket) {
+  Event event;
+  event.kind = EventKind::kAgreed;
+  event.token = mine;
+  event.instance = instance;
+  event.device = device;
+  event.ticket = ticket;
+  push(std::move(event));
+}
+
 void Engine::push(Event event) {
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -7,9 +7,10 @@
 // What always holds: a request lives from submit until complete or fail, exactly one of which ends it.
 // Promises are completed on a thread of the device's own, never on the driver's: XLA resumes the program
 // there and may block in a collective. Nothing here decides an order; that is the scheduler's.
-// Thread contract: submit, post, wake, open_requests, set_exclusive, turns and turn_error from any thread;
-// tiers are added before the driver starts; add_slots, add_device and add_bucket may come from any thread
-// before what they set up is used; close after the driver has ended; everything else from the driver thread.
+// Thread contract: submit, agree, post, wake, open_requests, set_exclusive, turns and turn_error from any
+// thread; tiers are added before the driver starts; add_slots, add_device and add_bucket may come from any
+// thread before what they set up is used; close after the driver has ended; everything else from the driver
+// thread.
 #pragma once
 
 #include <condition_variable>
@@ -74,11 +75,12 @@ struct Request {
   std::function<void(const Status&)> finish;  // completes the promise; runs on the device's completion thread
 };
 
-enum class EventKind : int { kArrived = 0, kRead, kWritten, kUpdated, kHandedBack, kWoken };
+enum class EventKind : int { kArrived = 0, kRead, kWritten, kUpdated, kHandedBack, kAgreed, kWoken };
 
 struct Event {
   EventKind kind = EventKind::kWoken;
-  uint64_t token = 0;  // request id for kArrived and kHandedBack, else the driver's token
+  // Request id for kArrived and kHandedBack; this process's ticket for kAgreed; else the driver's token.
+  uint64_t token = 0;
   int64_t instance = 0, bucket = 0, device = 0, run_id = 0;
   uint32_t ticket = 0;
   bool skip = false;
@@ -114,6 +116,9 @@ class Engine {
   Status submit(Request request);
   // The bucket's description, or null where there is none.
   std::shared_ptr<const BucketSpec> bucket(int64_t instance, int64_t bucket) const;
+
+  // All processes gave the step that a device has been through `ticket`, where this one had `mine`.
+  void agree(int64_t instance, int64_t device, uint32_t mine, uint32_t ticket);
 
   // At most `most` events; waits up to `timeout_s` for the first.
   std::vector<Event> wait(double timeout_s, size_t most);

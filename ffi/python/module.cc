@@ -38,6 +38,7 @@ void raise_if(const Status& status) {
 // (kind, token, instance, bucket, device, run_id, ticket, skip)          kArrived
 // (kind, token, error, errno, crc, size, start_s, end_s, free_bytes)     kRead, kWritten
 // (kind, token, start_s, end_s, adopted leaves)                          kUpdated
+// (kind, mine, instance, device, ticket)                                 kAgreed
 // (kind, token)                                                          kHandedBack, kWoken
 nb::tuple event_tuple(const Event& event) {
   const int kind = static_cast<int>(event.kind);
@@ -51,6 +52,8 @@ nb::tuple event_tuple(const Event& event) {
                             event.size, event.start_s, event.end_s, event.free_bytes);
     case EventKind::kUpdated:
       return nb::make_tuple(kind, event.token, event.start_s, event.end_s, event.adopted_leaves);
+    case EventKind::kAgreed:
+      return nb::make_tuple(kind, event.token, event.instance, event.device, event.ticket);
     default:
       return nb::make_tuple(kind, event.token);
   }
@@ -268,6 +271,7 @@ NB_MODULE(_native, m) {
   m.def("registrations", [] {
     nb::dict targets;
     targets["jmo_update"] = nb::capsule(reinterpret_cast<void*>(jmo_update_cpu));
+    targets["jmo_agree"] = nb::capsule(reinterpret_cast<void*>(jmo_agree_cpu));
     return targets;
   });
   bind_engine(m);

@@ -116,6 +116,18 @@ xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi:
   return future;
 }
 
+// Tells the engine what all processes made of the ticket that its ops gave, and hands it on. Waits for
+// nothing.
+xffi::Error agree_cpu(int32_t device, xffi::BufferR1<xffi::DataType::U32> mine,
+                      xffi::BufferR1<xffi::DataType::U32> agreed,
+                      xffi::ResultBufferR1<xffi::DataType::U32> ticket_out, int64_t store, int64_t instance) {
+  const uint32_t ticket = agreed.typed_data()[0];
+  // where the store was closed since its ops ended, nobody needs to know
+  if (auto engine = find_engine(store)) engine->agree(instance, device, mine.typed_data()[0], ticket);
+  ticket_out->typed_data()[0] = ticket;
+  return xffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmo_update_cpu, update_cpu,
@@ -130,5 +142,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmo_update_cpu, update_cpu,
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("instance")
                                   .Attr<int64_t>("bucket"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmo_agree_cpu, agree_cpu,
+                              xffi::Ffi::Bind()
+                                  .Ctx<xffi::DeviceOrdinal>()
+                                  .Arg<xffi::BufferR1<xffi::DataType::U32>>()
+                                  .Arg<xffi::BufferR1<xffi::DataType::U32>>()
+                                  .Ret<xffi::BufferR1<xffi::DataType::U32>>()
+                                  .Attr<int64_t>("store")
+                                  .Attr<int64_t>("instance"));
 
 }  // namespace jmo

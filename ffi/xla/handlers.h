@@ -1,5 +1,5 @@
-// The op `jmo_update` for XLA's CPU backend. Thread contract: XLA calls it from its own threads, several at
-// once.
+// The ops `jmo_update` and `jmo_agree` for XLA's CPU backend. Thread contract: XLA calls them from its own
+// threads, several at once.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
@@ -7,6 +7,7 @@
 namespace jmo {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(jmo_update_cpu);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(jmo_agree_cpu);
 // The FFI API version that this library was compiled against.
 constexpr int kFfiApiMajor = XLA_FFI_API_MAJOR;
 constexpr int kFfiApiMinor = XLA_FFI_API_MINOR;
