@@ -26,7 +26,7 @@ from jax_mlp_offload.exclusive import Access, Sharing
 from jax_mlp_offload.first_probe import LEAST_BYTES, FirstProbe
 from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.placement import Device, TierSpec
-from jax_mlp_offload.plan import CELL_ELEMENTS, BucketPlan, Layout, LeafSpec, Plan, make_plan
+from jax_mlp_offload.plan import CELL_ELEMENTS, BucketPlan, Layout, LeafSpec, Plan, common_bucket_elements, make_plan
 from jax_mlp_offload.profile import ProfileLike, TierProfile, find, read_profile
 from jax_mlp_offload.scheduler import Scheduler
 from jax_mlp_offload.tiers import Tier
@@ -134,7 +134,7 @@ class Engine:
             if self.closed:
                 raise errors.ClosedError("the store is closed")
             number = next(self._instances)  # not used again if anything below fails
-            plan, slot_bytes, slots = self._size(leaves, layouts, devices)
+            plan, slot_bytes, slots = self._size(leaves, layouts, devices, spans)
             first = self._native.slot_count()
             if slots:
                 self._native.add_slots(slots * len(devices), slot_bytes)
@@ -190,12 +190,13 @@ class Engine:
             self._probe = FirstProbe([(i, self.backends[i].tier) for i in numbers], self.slot_bytes, tell)
 
     def _size(
-        self, leaves: Sequence[LeafSpec], layouts: dict[str, Layout], devices: Sequence[int]
+        self, leaves: Sequence[LeafSpec], layouts: dict[str, Layout], devices: Sequence[int], spans: bool
     ) -> tuple[Plan, int, int]:
         """The plan, the bytes of a slot, and how many new slots each device gets."""
+        bucket_elements = self._subgroup_elements or common_bucket_elements(leaves) if spans else None
         if self._slot_bytes is None:
             sized = sizing.choose(
-                lambda elements: make_plan(leaves, layouts, elements),
+                lambda elements: make_plan(leaves, layouts, elements, bucket_elements=bucket_elements),
                 len(devices),
                 self._host_bytes,
                 self._subgroup_elements,
@@ -205,7 +206,7 @@ class Engine:
         # A further optimizer: records fit the slots there are; it gets more of them while the memory lasts.
         element_bytes = max(layout.element_bytes for layout in layouts.values()) or 1
         elements = self._subgroup_elements or max(1, self._slot_bytes // element_bytes)
-        plan = make_plan(leaves, layouts, elements, self._slot_bytes)
+        plan = make_plan(leaves, layouts, elements, self._slot_bytes, bucket_elements)
         slots = plan.records
         if self._host_bytes is not None:
             left_bytes = self._host_bytes - self._device_slots.total() * self._slot_bytes

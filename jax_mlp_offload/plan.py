@@ -1,7 +1,8 @@
 """How leaves become buckets, subgroups and records.
 
 1. Leaves are taken in tree order; consecutive ones of one dtype form a bucket until it holds a subgroup's worth. A
-   bucket is one op in the compiled program.
+   bucket is one op in the compiled program. Processes that run one program agree on buckets: there these depend on the
+   leaves only, and each process cuts them into subgroups of its own size.
 2. A bucket is cut into equal subgroups of at most ``subgroup_elements``; only its last one may be shorter. A
    subgroup's record is one contiguous range of bytes ``[mu | nu | master or remainder | cells]``, padded to 4096.
 3. Records of a bucket have one size. All slots of a store have one size, that of its largest record.
@@ -19,6 +20,8 @@ CELL_ELEMENTS = 4096
 _SECTION_BYTES = 64
 MAX_SUBGROUP_ELEMENTS = 64 * 2**20
 MIN_RECORD_BYTES = 2**20
+_COMMON_BUCKETS = 64
+_COMMON_LEAST_ELEMENTS = 2**17  # 1 MiB of moments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,8 +107,21 @@ class Plan:
         return names
 
 
+def common_bucket_elements(leaves: Sequence[LeafSpec]) -> int:
+    """A bucket's size that every process of a job comes to, whatever memory and tiers it has.
+
+    They have to run one program, so the same ops. 64 of them leave the backward pass something to overlap with.
+    """
+    elements = sum(leaf.elements for leaf in leaves)
+    return min(max(elements // _COMMON_BUCKETS, _COMMON_LEAST_ELEMENTS), MAX_SUBGROUP_ELEMENTS)
+
+
 def make_plan(
-    leaves: Sequence[LeafSpec], layouts: dict[str, Layout], subgroup_elements: int, slot_bytes: int | None = None
+    leaves: Sequence[LeafSpec],
+    layouts: dict[str, Layout],
+    subgroup_elements: int,
+    slot_bytes: int | None = None,
+    bucket_elements: int | None = None,
 ) -> Plan:
     """Cuts leaves into buckets and subgroups.
 
@@ -114,6 +130,7 @@ def make_plan(
       layouts: a record's layout by the param's dtype.
       subgroup_elements: most elements of a subgroup; where a bucket is cut, rounded up to ``CELL_ELEMENTS``.
       slot_bytes: where slots exist already, the size that no record may exceed.
+      bucket_elements: how many make up a bucket; None: as many as a subgroup has.
 
     Raises:
       ValueError: if ``subgroup_elements`` is not positive, or the smallest record is larger than a slot.
@@ -127,7 +144,7 @@ def make_plan(
         if leaf.elements == 0:
             continue
         bucket = open_buckets.setdefault(leaf.dtype, [])
-        if bucket and sizes[leaf.dtype] + leaf.elements > subgroup_elements:
+        if bucket and sizes[leaf.dtype] + leaf.elements > (bucket_elements or subgroup_elements):
             closed.append(bucket)
             bucket = open_buckets[leaf.dtype] = []
         sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + leaf.elements if bucket else leaf.elements

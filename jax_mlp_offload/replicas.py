@@ -66,7 +66,10 @@ class Part:
         """The leaves' shards, from every replica's share."""
         if not self.axes:
             return [share.reshape(shapes[0])]
-        whole = jax.lax.all_gather(share, self.axes, tiled=True)
+        # as bits: some backends gather 16-bit floats as float32, twice the bytes
+        bits = jax.lax.bitcast_convert_type(share, jnp.uint16) if share.dtype.itemsize == 2 else share
+        whole = jax.lax.all_gather(bits, self.axes, tiled=True)
+        whole = jax.lax.bitcast_convert_type(whole, share.dtype) if bits is not share else whole
         begins = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         return [
             whole[begin : begin + size].reshape(shape)

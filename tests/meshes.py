@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import jax
 import numpy as np
@@ -47,7 +48,9 @@ def train(tx, params, grads, mesh, specs, donate=True):
 
 
 def collectives(compiled):
-    """(name, result type) of each collective in a compiled program's text."""
+    """How often (kind, type of one result, without its layout) occurs among a compiled program's collectives."""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast"
-    found = re.findall(rf"= (\S+(?: \S+)*?) ({kinds})(?:-start)?\(", compiled.as_text())
-    return sorted((kind, shape) for shape, kind in found)
+    count = Counter()
+    for results, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
+        count.update((kind, result) for result in re.findall(r"\w+\[[\d,]*\]", results))
+    return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import textwrap
 
 from tests.processes import finish, start_python
 
@@ -10,7 +11,7 @@ PRELUDE = """
 process, processes, devices, port, args = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]
 jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize("127.0.0.1:" + port, processes, process, initialization_timeout=60)
+jax.distributed.initialize("127.0.0.1:" + port, processes, process, heartbeat_timeout_seconds=20)
 from tests.meshes import *
 """
 
@@ -24,7 +25,8 @@ def free_port():
 def start_peers(code, *args, processes=2, devices=2):
     """Starts ``code`` in each process; it finds ``process``, ``processes``, ``devices``, ``args`` and tests.meshes."""
     port = free_port()
-    return [start_python(PRELUDE + code, i, processes, devices, port, *args) for i in range(processes)]
+    code = PRELUDE + textwrap.dedent(code)
+    return [start_python(code, i, processes, devices, port, *args) for i in range(processes)]
 
 
 def run_peers(code, *args, **options):
@@ -33,5 +35,11 @@ def run_peers(code, *args, **options):
     try:
         return [finish(process) for process in started]
     finally:
-        for process in started:
-            process.kill()
+        end(started)
+
+
+def end(started):
+    """Kills what still runs, and closes its pipes."""
+    for process in started:
+        process.kill()
+        process.communicate()

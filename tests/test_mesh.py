@@ -37,29 +37,6 @@ def train(tx, params, grads, mesh):
     return jax.block_until_ready(params), state
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_same_numbers_on_any_number_of_devices(devices, dtype, two_tiers):
-    params = make_params(SHAPES, dtype)
-    grads = record_gradients(params, 8)
-    mesh = make_mesh(devices)
-    memory = 400_000 if devices < 8 else 700_000 if dtype == jnp.float32 else 800_000
-    with jmo.Store(*two_tiers, host_memory=memory, subgroup_elements=4096) as store:
-        tx = jmo.adamw(1e-2, weight_decay=0.1, store=store, mesh=mesh, param_specs=SPECS)
-        new, state = train(tx, params, grads, mesh)
-        moments = jmo.read_state(state)
-        masters = jmo.read_masters(state, new)
-        stats = store.stats()
-    expected, reference = run_reference(optax.adamw(1e-2, weight_decay=0.1), params, grads)
-    assert_close(masters, expected)
-    assert_close(moments, reference)
-    assert stats["misses"] > 0
-    for leaf, spec in zip(
-        jax.tree.leaves(new), jax.tree.leaves(SPECS, is_leaf=lambda s: isinstance(s, P)), strict=True
-    ):
-        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_specs_are_taken_from_the_params(explicit):
     """Concrete params at init, or the types of an Explicit mesh: no param_specs needed."""

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_mlp_offload.plan import CELL_ELEMENTS, PAGE_BYTES, Layout, LeafSpec, make_plan
+from jax_mlp_offload.plan import (
+    CELL_ELEMENTS,
+    MAX_SUBGROUP_ELEMENTS,
+    PAGE_BYTES,
+    Layout,
+    LeafSpec,
+    common_bucket_elements,
+    make_plan,
+)
 
 LAYOUTS = {
     "float32": Layout(4, 4, 0, guarded=False),
@@ -161,3 +169,22 @@ def test_bytes_an_element():
 def test_no_subgroup(limit):
     with pytest.raises(ValueError, match="subgroup_elements"):
         plan_of([(10, "float32")], limit)
+
+
+@given(trees, limits, limits, st.integers(CELL_ELEMENTS, 50_000))
+def test_processes_with_other_memory_have_the_same_buckets(tree, one, other, common):
+    leaves = [LeafSpec(f"leaf{i}", size, dtype) for i, (size, dtype) in enumerate(tree)]
+    plans = [make_plan(leaves, LAYOUTS, limit, bucket_elements=common) for limit in (one, other)]
+    assert [bucket.leaves for bucket in plans[0].buckets] == [bucket.leaves for bucket in plans[1].buckets]
+    for plan, limit in zip(plans, (one, other), strict=True):
+        for bucket in plan.buckets:
+            assert max(count for _, count in bucket.subgroups) <= max(round_up(limit, CELL_ELEMENTS), 1)
+
+
+def test_common_buckets_are_a_64th_of_the_leaves_within_bounds():
+    def of(*sizes):
+        return common_bucket_elements([LeafSpec("w", size, "float32") for size in sizes])
+
+    assert of(64 * 2**20, 64 * 2**20) == 2 * 2**20
+    assert of(1000) == 2**17
+    assert of(2**40) == MAX_SUBGROUP_ELEMENTS

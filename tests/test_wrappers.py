@@ -60,17 +60,47 @@ def clipped_and_injected(kind, **more):
     )
 
 
+def accumulated(kind, learning_rate=1e-2, **more):
+    """AdamW on the mean of two micro-gradients."""
+    if kind is optax:
+        return optax.MultiSteps(optax.adamw(learning_rate, weight_decay=0.1), 2).gradient_transformation()
+    return kind.adamw(learning_rate, weight_decay=0.1, accumulate_steps=2, **more)
+
+
+def clipped_and_accumulated(kind, **more):
+    return optax.chain(optax.clip_by_global_norm(1.0), accumulated(kind, **more))
+
+
+def masked_and_accumulated(kind, **more):
+    return optax.masked(accumulated(kind, **more), {"bias": False, "embed": True, "scalar": True, "wide": True})
+
+
+def injected_and_accumulated(kind, **more):
+    """The injected schedule goes on at every call."""
+    schedule = optax.linear_schedule(0.0, 1e-2, STEPS)
+    return optax.inject_hyperparams(lambda learning_rate: accumulated(kind, learning_rate, **more))(schedule)
+
+
+def finite_only_and_accumulated(kind, **more):
+    return optax.apply_if_finite(accumulated(kind, **more), 3)
+
+
+WITH_ANY_PARAMS = (clipped, decayed_in_front, masked, clipped_and_accumulated, masked_and_accumulated)
+WITH_FLOAT32 = (injected_schedule, injected_and_accumulated, finite_only, finite_only_and_accumulated)
+
+
 @pytest.mark.parametrize(
     ("make", "dtype"),
-    [(make, jnp.float32) for make in (clipped, decayed_in_front, injected_schedule, masked, finite_only)]
-    + [(make, BF16) for make in (clipped, decayed_in_front, masked, clipped_and_injected)],
+    [(make, jnp.float32) for make in (*WITH_ANY_PARAMS, *WITH_FLOAT32)]
+    + [(make, BF16) for make in (*WITH_ANY_PARAMS, clipped_and_injected)],
 )
 def test_wrapped_equals_wrapped_optax(make, dtype, two_tiers):
     params = make_params(SMALL_SHAPES, dtype)
     # float32 gradients: clipping rounds its results to the gradients' dtype, the reference has none but float32
     grads = record_gradients(params, STEPS, dtype=jnp.float32)
     with tiered(two_tiers) as store:
-        if make is masked:  # what the mask leaves out is passed through: gradients are added, in the params' dtype
+        if make in (masked, masked_and_accumulated):
+            # what the mask leaves out is passed through: gradients are added, in the params' dtype
             params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
             params = {**params, "embed": params["embed"].astype(dtype), "wide": params["wide"].astype(dtype)}
         if make is decayed_in_front and dtype == BF16:
@@ -268,7 +298,7 @@ def test_updates_skipped_by_cond(dtype, two_tiers):
 
 
 def test_accumulation_in_the_loop():
-    """D5, second half: the remedy for MultiSteps. Zero update off the boundary; inner count 1 after 3, 2 after 6."""
+    """By hand, as ``accumulate_steps`` does it: a cond around the update."""
     params = make_params(SMALL_SHAPES)
     grads = record_gradients(params, 6)
     with jmo.Store() as store:
@@ -302,7 +332,7 @@ def test_multi_steps_is_refused_with_the_remedy(dtype):
     grads = record_gradients(params, 4)
     with jmo.Store() as store:
         tx = optax.MultiSteps(jmo.adamw(1e-2, store=store), 2)
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)ticket.*MultiSteps.*lax\.cond"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)ticket.*MultiSteps.*accumulate_steps"):
             run(tx, params, grads)
         store.flush()
         run(jmo.adamw(1e-2, store=store, name="other"), params, grads)  # the store is none the worse for it

@@ -1,0 +1,342 @@
+"""Replicated params: each replica updates its share once, and nothing is communicated but what becomes of it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import jax_mlp_offload as jmo
+from jax_mlp_offload.plan import LeafSpec
+from jax_mlp_offload.replicas import PACKED_BELOW, make_parts
+from tests.meshes import P, collectives, gathered, mesh_of, shard, train
+from tests.support import (
+    BF16,
+    advance,
+    assert_bits_equal,
+    assert_close,
+    assert_within_ulp,
+    make_params,
+    make_step,
+    record_gradients,
+    run_reference,
+)
+
+SHAPES = {"embed": (256, 48), "norm": (48,), "out": (48, 128), "scale": (), "odd": (1031,), "table": (260, 261)}
+MESHES = [
+    ({"data": 8}, dict.fromkeys(SHAPES, P())),
+    ({"fsdp": 8}, {**dict.fromkeys(SHAPES, P()), "embed": P("fsdp"), "out": P(None, "fsdp")}),
+    ({"data": 4, "fsdp": 2}, {**dict.fromkeys(SHAPES, P()), "embed": P("fsdp", None), "out": P(None, "fsdp")}),
+    (
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {**dict.fromkeys(SHAPES, P()), "embed": P("fsdp", "tensor"), "out": P("tensor", "fsdp"), "norm": P("tensor")},
+    ),
+    ({"data": 2, "fsdp": 4}, {**dict.fromkeys(SHAPES, P()), "embed": P(("fsdp", "data")), "out": P("data", "fsdp")}),
+]
+NAMES = ["8", "fsdp8", "4x2", "2x2x2", "both"]
+CUBE, CUBE_SPECS = MESHES[3]
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+# -- who takes what
+
+
+def test_leaves_are_cut_padded_and_packed():
+    sizes = {"data": 2, "fsdp": 4, "one": 1}
+    both = ("data", "fsdp", "one")
+    leaves = [
+        LeafSpec("a", 3 * PACKED_BELOW + 5, "bfloat16", True),
+        LeafSpec("b", 7, "bfloat16", True),
+        LeafSpec("c", 0, "float32"),
+        LeafSpec("d", 1, "bfloat16", True),
+        LeafSpec("e", 9, "bfloat16", False),
+        LeafSpec("f", 100, "bfloat16", True),
+        LeafSpec("g", 3, "bfloat16", True),
+    ]
+    axes = [both, both, both, both, both, (), ("data",)]
+    parts = make_parts(leaves, axes, sizes)
+    assert [part.leaves for part, _ in parts] == [(0,), (5,), (1, 3), (4,), (6,)]
+    assert [part.replicas for part, _ in parts] == [8, 1, 8, 8, 2]
+    assert [part.axes for part, _ in parts] == [("data", "fsdp"), (), ("data", "fsdp"), ("data", "fsdp"), ("data",)]
+    assert [part.share for part, _ in parts] == [3 * PACKED_BELOW // 8 + 1, 100, 1, 2, 2]
+    assert [(spec.path, spec.elements, spec.decay) for _, spec in parts][2:] == [
+        ("b, d", 1, True),
+        ("e", 2, False),
+        ("g", 2, True),
+    ]
+
+
+# -- what is communicated, and what is handed over
+
+
+def compiled_step(tx, params, mesh, specs, loss):
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+    def step(params, state, x):
+        grads = jax.lax.with_sharding_constraint(jax.grad(loss)(params, x), placed)
+        updates, state = tx.update(grads, state, params)
+        return jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), placed), state
+
+    batch = tuple(axis for axis in mesh.axis_names if axis != "tensor")
+    x = shard(np.ones((16, 256), np.float32), mesh, P(batch))
+    state = jax.jit(tx.init)(params)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x).compile()
+
+
+def loss(p, x):
+    hidden = jnp.tanh(x @ p["embed"] * p["norm"]) * p["scale"]
+    return jnp.mean((hidden @ p["out"]) ** 2) + jnp.sum(p["odd"] ** 2) + jnp.mean(jnp.tanh(x[:, :1] * p["table"][0]))
+
+
+def handed_over(compiled):
+    """Elements of the gradients and params that one device hands to the ops."""
+    elements = 0
+    for call in re.findall(r"[^\n]*custom_call_target=\"jmo_update\"[^\n]*", compiled.as_text()):
+        operands = re.findall(r"\w+\[([\d,]*)\]", re.search(r"operand_layout_constraints=(.*?\})\}", call)[1])
+        for dims in operands[2:]:  # behind ticket and hyperparameters
+            elements += int(np.prod([int(dim) for dim in dims.split(",") if dim]))
+    return elements
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axes", "specs"),
+    [(BF16, *mesh) for mesh in MESHES] + [(jnp.float32, *MESHES[3])],
+    ids=[*NAMES, "2x2x2-float32"],
+)
+def test_the_compiled_step_adds_nothing_but_gathers_of_what_is_replicated(dtype, axes, specs):
+    """And each device hands over no more than its part of the whole, padding aside."""
+    mesh = mesh_of(**axes)
+    params = shard(make_params(SHAPES, dtype), mesh, specs)
+    padding = 8 * len(SHAPES)  # elements: less than one a replica and leaf
+    with jmo.Store(subgroup_elements=16384) as store:
+        plain = collectives(compiled_step(optax.adamw(1e-2), params, mesh, specs, loss))
+        tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
+        compiled = compiled_step(tx, params, mesh, specs, loss)
+        difference = collectives(compiled)
+        difference.subtract(plain)
+        assert not -difference, "plain optax communicates what the offloaded step does not"
+        assert {kind for kind, _ in +difference} <= {"all-gather"}
+        # what is gathered is what is replicated, once, in the params' own width
+        gathers = [re.fullmatch(r"(\w+?)\[(\d+)\]", gathered) for _, gathered in +difference]
+        assert {found[1] for found in gathers} <= {"f32" if dtype == jnp.float32 else "u16"}
+        replicated = sum(
+            shard_elements
+            for name, leaf in params.items()
+            if (shard_elements := leaf.addressable_data(0).size) * 8 > leaf.size
+        )
+        assert replicated <= sum(int(found[2]) for found in gathers) <= replicated + padding
+        # gradients and params, by all eight devices
+        assert 2 * ELEMENTS <= 8 * handed_over(compiled) <= 2 * (ELEMENTS + 8 * padding)
+        # and the mesh stores every element once, in records of whole pages
+        stats = store.stats()
+        each = 8 if dtype == jnp.float32 else 10
+        assert ELEMENTS * each <= stats["record_bytes_total"] <= 1.02 * ELEMENTS * each + 4096 * stats["records"]
+
+
+# -- numbers
+
+
+def mixed(tree_of):
+    """A tree with each leaf in float32 and in bfloat16."""
+    return {"full": tree_of(jnp.float32), "low": tree_of(BF16)}
+
+
+def reference_on(mesh, specs, params, grads, tx):
+    """Plain optax on float32 masters, on the same mesh."""
+    wide = [jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in (params, *grads)]
+    masters, state = train(tx, wide[0], wide[1:], mesh, specs)
+    return gathered((masters, state), mesh)
+
+
+@pytest.mark.parametrize(
+    ("axes", "specs"),
+    [*((({"fsdp": n}), MESHES[1][1]) for n in (1, 2, 4, 8)), MESHES[0], MESHES[2], MESHES[3], MESHES[4]],
+    ids=["1", "2", "4", *(NAMES[i] for i in (1, 0, 2, 3, 4))],
+)
+def test_twenty_steps_equal_plain_optax_on_the_same_mesh(axes, specs, two_tiers):
+    mesh, specs = mesh_of(**axes), mixed(lambda _: specs)
+    params = mixed(lambda dtype: make_params(SHAPES, dtype))
+    grads = record_gradients(params, 20, seed=3)  # of other seeds a scalar's moment happens to cancel out
+    with jmo.Store(*two_tiers, host_memory="1.5MB", subgroup_elements=8192) as store:
+        tx = jmo.adamw(1e-2, weight_decay=0.1, store=store, mesh=mesh, param_specs=specs)
+        new, state = train(tx, params, grads, mesh, specs)
+        moments, masters = jmo.read_state(state), jmo.read_masters(state, new)
+        stats = store.stats()
+    expected, reference = reference_on(mesh, specs, params, grads, optax.adamw(1e-2, weight_decay=0.1))
+    assert_close(masters, expected)
+    assert_close(moments, reference)
+    assert_within_ulp(new["low"], expected["low"])
+    assert all(tier["bytes_read"] > 0 for tier in stats["tiers"])
+    assert stats["adopted_steps"] == 0
+    for tree in (new, masters, moments[0].mu):  # sharded as they came
+        for part, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+            assert part.sharding.is_equivalent_to(NamedSharding(mesh, spec), part.ndim)
+
+
+def test_any_mesh_has_the_same_bits():
+    """The kernel's arithmetic does not depend on where an element lies."""
+    params = mixed(lambda dtype: make_params(SHAPES, dtype))
+    grads = record_gradients(params, 2)
+    results = []
+    for axes, specs in (MESHES[0], MESHES[3], MESHES[4]):
+        mesh, specs = mesh_of(**axes), mixed(lambda _, specs=specs: specs)
+        with jmo.Store(subgroup_elements=8192) as store:
+            tx = jmo.adamw(1e-2, weight_decay=0.1, store=store, mesh=mesh, param_specs=specs)
+            new, state = train(tx, params, grads, mesh, specs)
+            results.append(gathered((new, jmo.read_state(state), jmo.read_masters(state, new)), mesh))
+    for other in results[1:]:
+        assert_bits_equal(other, results[0])
+
+
+def test_gradients_of_several_dtypes_in_one_pack():
+    mesh, specs = mesh_of(data=8), {"a": P(), "b": P()}
+    params = make_params({"a": (33,), "b": (7,)}, BF16)
+    grads = [{**grad, "a": grad["a"].astype(jnp.float32)} for grad in record_gradients(params, 3)]
+    with jmo.Store() as store:
+        new, state = train(jmo.adam(1e-2, store=store, mesh=mesh, param_specs=specs), params, grads, mesh, specs)
+        masters, _ = run_reference(optax.adam(1e-2), params, grads)
+        assert_close(jmo.read_masters(state, new), masters)
+
+
+def test_no_epsilon_and_no_gradient():
+    """0 / 0 where a gradient is zero, as in optax; what fills up a share fares as its neighbour and alarms nobody."""
+    mesh, specs = mesh_of(data=8), {"w": P()}
+    params = make_params({"w": (13,)}, BF16)
+    grads = record_gradients(params, 4)
+    with jmo.Store() as store, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tx = jmo.adam(1e-2, eps=0.0, store=store, mesh=mesh, param_specs=specs)
+        new, state = train(tx, params, grads, mesh, specs)
+        assert store.stats()["adopted_steps"] == 0
+        masters, _ = run_reference(optax.adam(1e-2, eps=0.0), params, grads)
+        assert_close(jmo.read_masters(state, new), masters)
+
+
+def test_replaced_params_of_a_pack_are_adopted_and_named():
+    """X8 where leaves are packed: the warning names them."""
+    mesh, specs = mesh_of(data=4), {"a": P(), "b": P(), "w": P()}
+    params = make_params({"a": (33,), "b": (7,), "w": (300, 400)}, BF16)
+    grads = record_gradients(params, 3)
+    with jmo.Store() as store:
+        tx = jmo.adam(1e-2, store=store, mesh=mesh, param_specs=specs)
+        new, state = train(tx, params, grads[:2], mesh, specs)
+        new = {**new, "b": jnp.zeros_like(new["b"])}
+        step, last = make_step(tx), [shard(grads[2], mesh, specs)]
+        with pytest.warns(jmo.ForeignParamsWarning, match=r"adopted.*\['a'\], \['b'\]"):
+            new, _ = advance(step, new, state, last, store)
+        assert all(bool(jnp.isfinite(leaf.astype(jnp.float32)).all()) for leaf in new.values())
+
+
+# -- how specs are told
+
+
+def test_a_dimension_that_does_not_divide_is_whole():
+    """JAX cannot shard it so; one rule for the whole tree (P('fsdp') for all that has a dimension) is all it takes."""
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    wished = {name: P("fsdp") if shape else P() for name, shape in SHAPES.items()}
+    held = {name: P("fsdp") if shape and shape[0] % 2 == 0 else P() for name, shape in SHAPES.items()}
+    params = make_params(SHAPES)
+    grads = record_gradients(params, 3)
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=wished)
+        new, state = train(tx, params, grads, mesh, held)
+        expected, reference = run_reference(optax.adamw(1e-2), params, grads)
+        assert_close(new, expected)
+        assert_close(jmo.read_state(state), reference)
+
+
+@pytest.mark.parametrize("told", ["specs", "types", "arrays"])
+@pytest.mark.parametrize("kinds", ["explicit", "mixed"])
+def test_explicit_and_mixed_axes(kinds, told):
+    """Types tell Explicit axes; where some are Auto, it takes specs or concrete params."""
+    kinds = [AxisType.Explicit if kinds == "explicit" or i == 1 else AxisType.Auto for i in range(3)]
+    mesh = jax.make_mesh(tuple(CUBE.values()), tuple(CUBE), axis_types=tuple(kinds))
+    params = make_params(SHAPES)
+    grads = record_gradients(params, 3)
+    with jax.set_mesh(mesh), jmo.Store() as store:
+        given = {"mesh": mesh, "param_specs": CUBE_SPECS} if told == "specs" else {}
+        tx = jmo.adamw(1e-2, store=store, **given)
+        placed = shard(params, mesh, CUBE_SPECS)
+        state = tx.init(placed) if told == "arrays" else jax.jit(tx.init)(placed)
+        step, new = make_step(tx), placed
+        if told == "types" and AxisType.Auto in kinds:
+            with pytest.raises(ValueError, match="pass mesh= and param_specs="):
+                step(new, state, placed)
+            return
+        for grad in grads:
+            new, state = step(new, state, shard(grad, mesh, CUBE_SPECS))
+        expected, reference = run_reference(optax.adamw(1e-2), params, grads)
+        assert_close(new, expected)
+        assert_close(jmo.read_state(state), reference)
+        assert store.stats()["record_bytes_total"] < 1.05 * 8 * ELEMENTS
+
+
+@pytest.mark.parametrize("manual", [("data", "fsdp", "tensor"), ("data",), ("fsdp", "tensor")], ids="+".join)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_inside_a_shard_map(manual, explicit):
+    """All of its axes manual, or some: specs over the whole mesh tell who holds replicas. Init sees whole leaves."""
+    mesh = mesh_of(explicit, **CUBE)
+    params = make_params(SHAPES)
+    grads = record_gradients(params, 3)
+
+    def kept(spec):
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+        return P(*(tuple(axis for axis in entry if axis in manual) or None for entry in entries))
+
+    inside = {name: kept(spec) for name, spec in CUBE_SPECS.items()}
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=CUBE_SPECS)
+
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        specs = {"in_specs": (inside, P(), inside), "out_specs": (inside, P())}
+        step = jax.jit(jax.shard_map(step, mesh=mesh, axis_names=set(manual), check_vma=False, **specs))
+        new = shard(params, mesh, CUBE_SPECS)
+        state = jax.jit(tx.init)(new)
+        for grad in grads:
+            new, state = step(new, state, shard(grad, mesh, CUBE_SPECS))
+        expected, reference = run_reference(optax.adamw(1e-2), params, grads)
+        assert_close(new, expected)
+        assert_close(jmo.read_state(state), reference)
+        assert store.stats()["record_bytes_total"] < 1.05 * 8 * ELEMENTS
+
+
+def test_inside_a_shard_map_of_which_nothing_is_known():
+    """Each device has its own shard; whole leaves cannot be told, so they are not read back wrong."""
+    mesh = mesh_of(data=2, fsdp=4)
+    params = {"w": np.ones((64, 8), np.float32)}
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, store=store)
+        local = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+        state = tx.init(local)
+        specs = {"in_specs": ({"w": P("fsdp")}, P()), "out_specs": ({"w": P("fsdp")}, P()), "check_vma": False}
+        step = jax.jit(jax.shard_map(lambda p, s: tx.update(p, s, p), mesh=mesh, **specs))
+        updates, state = step(shard(params, mesh, {"w": P("fsdp")}), state)
+        expected, _ = run_reference(optax.adamw(1e-2), {"w": jnp.ones((64, 8))}, [{"w": jnp.ones((64, 8))}])
+        assert_close(jax.tree.map(lambda u, p: u + p, updates, params), expected)
+        with pytest.raises(ValueError, match="param_specs"):
+            jmo.read_state(state)
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, store=store)
+        some = {"in_specs": ({"w": P("data")}, P()), "out_specs": ({"w": P("data")}, P()), "check_vma": False}
+        some = jax.shard_map(lambda p, s: tx.update(p, s, p), mesh=mesh, axis_names={"data"}, **some)
+        state = tx.init({"w": jax.ShapeDtypeStruct((32, 8), jnp.float32)})
+        with pytest.raises(ValueError, match="leaves other axes automatic"):
+            jax.eval_shape(some, params, state)
+
+
+def test_counter_of_collectives_sees_them():
+    """What the tests above rely on."""
+    mesh = mesh_of(data=8)
+    x = shard(np.ones(64, np.float32), mesh, P("data"))
+    whole = jax.jit(lambda x: x * 2, out_shardings=NamedSharding(mesh, P())).lower(x).compile()
+    assert collectives(whole) == Counter({("all-gather", "f32[64]"): 1})
