@@ -147,3 +147,102 @@ def test_any_order_of_arrival_gives_one_serial_a_step(orders):
         assert steps[0].serial > ticket
         assert not any(step.doomed or step.failed for step in steps)
         ticket = steps[0].serial
+
+
+# -- several processes
+
+
+class Job:
+    """Processes that run the same steps, each with a ledger of its own."""
+
+    def __init__(self, processes):
+        self.ledgers = [Ledger("adam", 2, (0, 1), spans=True, first=first) for first in processes]
+
+    def step(self, run_id, ticket, failing=()):
+        """The ticket that all come out with; None if the step is refused. Everything refused has to be so by all."""
+        mine, refused = [], []
+        for number, book in enumerate(self.ledgers):
+            steps = admit_all(book, run_id, ticket)
+            assert len(set(map(id, steps))) == 1
+            if number in failing and steps[0].doomed is None:  # as Operations.fail does
+                book.broken = book.broken or f"process {number} failed"
+                steps[0].failed = True
+            refused.append(steps[0].doomed is not None)
+            mine.append(POISON if steps[0].failed else steps[0].serial)
+        assert len(set(refused)) == 1, "some wait for the others in a collective"
+        if refused[0]:
+            return None
+        for book, own in zip(self.ledgers, mine, strict=True):
+            for device in (0, 1):
+                book.agree(device, own, max(mine))
+        return max(mine)
+
+
+def test_processes_agree_on_the_largest_serial():
+    job = Job([5, 1000])
+    first = job.step(1, 0)
+    assert first == 1000
+    assert [book.latest for book in job.ledgers] == [1000, 1000]
+    assert [job.step(2 + i, 1000 + i) for i in range(3)] == [1001, 1002, 1003]
+    assert job.step(9, 1001) is None  # a replay
+    assert job.step(10, 1003) == 1005  # the refused one took a serial
+    assert job.step(11, 5) is None  # what one of them proposed once means nothing
+    assert job.step(12, 0) > 1005
+
+
+def test_a_failure_is_news_to_the_others_only():
+    book = Ledger("adam", 2, (0, 1), spans=True, first=1)
+    (step, *_) = admit_all(book, 1, 0)
+    assert book.agree(0, step.serial, POISON)
+    assert "failed in another process" in book.broken
+    assert not book.agree(1, step.serial, POISON)
+    broken = Ledger("adam", 2, (0, 1), spans=True, first=1)
+    admit_all(broken, 1, 0)
+    broken.broken = "its own"
+    assert not broken.agree(0, POISON, POISON)
+    assert broken.broken == "its own"
+
+
+def test_old_news_spare_the_step_that_started_afresh():
+    book = Ledger("adam", 2, (0, 1), spans=True, first=1)
+    (old, *_) = admit_all(book, 1, 0)
+    (new, *_) = admit_all(book, 2, 0)
+    assert not book.agree(0, old.serial, POISON)
+    assert book.broken is None
+    assert not book.agree(0, old.serial, 500)  # nor does what was agreed on then
+    (step, *_) = admit_all(book, 3, new.serial)
+    assert step.doomed is None
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=2, max_size=3),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("go on"), st.sets(st.integers(0, 2), max_size=2)),
+            st.tuples(st.sampled_from(["afresh", "replay", "poison", "break"]), st.integers(0, 2)),
+        ),
+        max_size=30,
+    ),
+)
+def test_whatever_happens_all_refuse_or_none(starts, events):
+    job = Job(starts)
+    tickets = [0]  # of states, oldest first
+    for run_id, (what, detail) in enumerate(events):
+        if what == "break":  # a write of this process failed after its step
+            book = job.ledgers[detail % len(starts)]
+            book.broken = book.broken or "a write failed"
+            continue
+        old = tickets[-1 - detail :][0] if what == "replay" else 0
+        ticket = {"go on": tickets[-1], "afresh": 0, "poison": POISON, "replay": old}[what]
+        known = [book.broken for book in job.ledgers]
+        result = job.step(run_id, ticket, detail if what == "go on" else ())
+        if ticket == 0:
+            assert result is not None
+        elif any(known):
+            assert result in (None, POISON), "a step went well after a failure"
+        elif ticket == tickets[-1] != POISON:
+            assert result is not None
+        if result is not None:
+            tickets.append(result)
+            assert len({book.latest for book in job.ledgers}) == 1 or result == POISON
+            assert all(book.broken for book in job.ledgers) == (result == POISON)

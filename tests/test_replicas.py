@@ -234,6 +234,37 @@ def test_replaced_params_of_a_pack_are_adopted_and_named():
         assert all(bool(jnp.isfinite(leaf.astype(jnp.float32)).all()) for leaf in new.values())
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_d14_lengths_that_do_not_divide(dtype):
+    """D14, of sharding: leaves of 1031 and 8 on 4 devices, then on 1, 2 and 3, with donation."""
+    params = make_params({"odd": (1031,), "eight": (8,), "both": (8, 1031)}, dtype)
+    grads = record_gradients(params, 3)
+    elements = sum(leaf.size for leaf in params.values())
+    results = []
+    for devices in (4, 1, 2, 3):
+        mesh = mesh_of(fsdp=devices)
+        wished = dict.fromkeys(params, P("fsdp"))
+        held = (
+            wished
+            if devices == 1
+            else {"odd": P(), **dict.fromkeys(("eight", "both"), P() if devices == 3 else P("fsdp"))}
+        )
+        with jmo.Store() as store:
+            tx = jmo.adamw(1e-2, weight_decay=0.1, store=store, mesh=mesh, param_specs=wished)
+            placed = shard(params, mesh, held)
+            state = jax.jit(tx.init)(placed)
+            compiled = make_step(tx, donate=True).lower(placed, state, shard(grads[0], mesh, held)).compile()
+            # a gradient and a param of each element, and less than one more a leaf
+            assert handed_over(compiled) <= 2 * (elements // devices + len(params))
+            new, state = train(tx, params, grads, mesh, held)
+            results.append(gathered((new, jmo.read_state(state), jmo.read_masters(state, new)), mesh))
+    for other in results[1:]:
+        assert_bits_equal(other, results[0])
+    masters, reference = run_reference(optax.adamw(1e-2, weight_decay=0.1), params, grads)
+    assert_close(results[0][2], masters)
+    assert_close(results[0][1], reference)
+
+
 # -- how specs are told
 
 
