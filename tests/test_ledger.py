@@ -172,6 +172,7 @@ class Job:
         assert len(set(refused)) == 1, "some wait for the others in a collective"
         if refused[0]:
             return None
+        self.mine = mine
         for book, own in zip(self.ledgers, mine, strict=True):
             for device in (0, 1):
                 book.agree(device, own, max(mine))
@@ -184,6 +185,7 @@ def test_processes_agree_on_the_largest_serial():
     assert first == 1000
     assert [book.latest for book in job.ledgers] == [1000, 1000]
     assert [job.step(2 + i, 1000 + i) for i in range(3)] == [1001, 1002, 1003]
+    assert job.mine == [1003, 1003]  # none proposes what may be an older ticket
     assert job.step(9, 1001) is None  # a replay
     assert job.step(10, 1003) == 1005  # the refused one took a serial
     assert job.step(11, 5) is None  # what one of them proposed once means nothing
