@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,18 +89,19 @@ class Reporter:
 
     Args:
       console: Where to write; a bar if it is a terminal, else a plain line every few steps.
-      out: An existing folder for `metrics.jsonl`, which is written anew.
+      out: An existing folder for `metrics.jsonl`, which is written anew; None records nothing.
       label: The run's name.
       steps: How many steps there will be.
     """
 
-    def __init__(self, console: Console, out: Path, label: str, steps: int) -> None:
+    def __init__(self, console: Console, out: Path | None, label: str, steps: int) -> None:
         self._console = console
         self._label = label
         self._steps = steps
         self._every = max(1, steps // PLAIN_LINES)
         self._before = Traffic()
-        self._file = (out / "metrics.jsonl").open("w", encoding="utf-8")
+        path = Path(os.devnull) if out is None else out / "metrics.jsonl"
+        self._file = path.open("w", encoding="utf-8")
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -165,9 +167,12 @@ def _traffic_words(record: Mapping[str, Any], traffic: Traffic) -> list[str]:
     return words
 
 
-def summary_table(result: Result, *, params: int, host_memory: str) -> Table:
-    """Returns the final table of one run."""
-    table = Table(title=f"{result.label}: summary", show_header=False, title_justify="left")
+def summary_table(result: Result, *, params: int, host_memory: str, processes: int = 1) -> Table:
+    """Returns the final table of one run; of several processes it shows the memory and traffic of the first."""
+    title = f"{result.label}: summary"
+    if processes > 1:
+        title += f" (host memory, hits, tiers: process 0 of {processes})"
+    table = Table(title=title, show_header=False, title_justify="left")
     table.add_column("what", no_wrap=True)
     table.add_column("value", overflow="fold")
     rows = [

@@ -3,7 +3,8 @@
 Always true here: gradients are taken with respect to weights of `config.param_dtype` and have that dtype. What the
 optimizer sees is decided by the dtype of the parameters in the state alone: bf16 parameters are the weights
 themselves; float32 parameters under bf16 weights are masters, rounded for the forward pass, their gradients
-widened for the update. Batch and parameters are split over one mesh axis (data parallel, fully sharded).
+widened for the update. Parameters, optimizer state, gradients, activations and batch lie on the mesh as the rules of
+`models.sharding` say, and each process makes only the part of them that its own devices hold.
 
 Threads: pure functions, safe from any thread.
 """
@@ -21,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from models import transformer
-from models.transformer import FSDP_AXIS, Config, Params
+from models.sharding import batch_sharding
+from models.transformer import Config, Params
 
 FINAL_LEARNING_RATE_SHARE = 0.1
 WEIGHT_DECAY = 0.1
@@ -41,18 +43,6 @@ class TrainState(NamedTuple):
 
 
 TrainStep: TypeAlias = Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
-
-
-def make_mesh(devices: int) -> Mesh:
-    """Returns a mesh of the first `devices` devices on one axis.
-
-    Raises:
-      ValueError: There are fewer devices.
-    """
-    found = jax.devices()
-    if len(found) < devices:
-        raise ValueError(f"--devices {devices}: JAX sees {len(found)} device(s) of platform {found[0].platform!r}")
-    return Mesh(np.array(found[:devices]), (FSDP_AXIS,))
 
 
 def schedule(learning_rate: float, warmup: int, steps: int) -> optax.Schedule:
@@ -87,29 +77,25 @@ def adamw_arguments(learning_rate: optax.Schedule) -> dict[str, Any]:
 def init_state(
     config: Config, tx: optax.GradientTransformation, mesh: Mesh, *, seed: int, state_dtype: DTypeLike
 ) -> TrainState:
-    """Returns a fresh state, placed on the mesh.
+    """Returns a fresh state, made where it stays: no device ever holds more than its shards.
 
     Args:
       config: The model; weights are drawn and rounded to its `param_dtype` whatever `state_dtype` says.
       tx: The optimizer.
-      mesh: From `make_mesh`.
+      mesh: From `sharding.make_mesh`.
       seed: Of the weights.
       state_dtype: dtype of the parameters in the state, `config.param_dtype` or float32.
     """
-    shardings = _param_shardings(config, mesh)
 
-    def init(key: jax.Array) -> Params:
-        weights: Params = jax.tree.map(lambda leaf: _widen(leaf, state_dtype), transformer.init_params(config, key))
-        return weights
+    def init(key: jax.Array) -> TrainState:
+        weights = transformer.init_params(config, key)
+        params: Params = jax.tree.map(lambda leaf: _widen(leaf, state_dtype), weights)
+        return TrainState(params, tx.init(params))
 
-    params = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
-
-    def place(leaf: jax.Array) -> jax.Array:
-        sharding = leaf.sharding
-        on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-        return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
-
-    return TrainState(*jax.tree.map(place, (params, tx.init(params))))
+    key = jax.random.key(seed)
+    shardings = _state_shardings(jax.eval_shape(init, key), config, mesh)
+    state: TrainState = jax.jit(init, out_shardings=shardings)(key)
+    return state
 
 
 def make_train_step(
@@ -125,7 +111,7 @@ def make_train_step(
     Args:
       config: The model.
       tx: The optimizer that made `state`.
-      mesh: From `make_mesh`.
+      mesh: From `sharding.make_mesh`.
       state: A state as it will be passed, for its shardings only.
       clip_norm: Largest global gradient norm, or None. Clipping needs every gradient before the first
         update, so an offloaded optimizer can no longer overlap its updates with the backward pass.
@@ -135,10 +121,9 @@ def make_train_step(
       before the update.
     """
     gradient_shardings = _param_shardings(config, mesh)
-    activation_sharding = NamedSharding(mesh, PartitionSpec(FSDP_AXIS))
 
     def loss_fn(weights: Params, tokens: jax.Array) -> jax.Array:
-        logits = transformer.apply(config, weights, tokens[:, :-1], activation_sharding)
+        logits = transformer.apply(config, weights, tokens[:, :-1], mesh)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jnp.mean(losses)
 
@@ -159,9 +144,13 @@ def make_train_step(
 
 
 def place_batch(tokens: np.ndarray[Any, Any], mesh: Mesh) -> jax.Array:
-    """Returns tokens `[batch, ...]` split over the mesh by rows."""
-    placed: jax.Array = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec(FSDP_AXIS)))
-    return placed
+    """Returns tokens `[batch, ...]` split over the mesh by rows.
+
+    Args:
+      tokens: The whole batch, the same in every process, which takes the rows of its own devices from it.
+      mesh: From `sharding.make_mesh`.
+    """
+    return jax.make_array_from_callback(tokens.shape, batch_sharding(mesh), lambda index: tokens[index])
 
 
 def tree_bytes(tree: Any) -> int:
@@ -172,6 +161,21 @@ def tree_bytes(tree: Any) -> int:
 def _param_shardings(config: Config, mesh: Mesh) -> Params:
     specs = transformer.param_specs(config, mesh)
     shardings: Params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return shardings
+
+
+def _state_shardings(abstract: TrainState, config: Config, mesh: Mesh) -> TrainState:
+    """Shardings of a state of these shapes: whatever has the params' tree lies as they do, the rest is replicated."""
+    of_params = _param_shardings(config, mesh)
+    structure: Any = jax.tree.structure(abstract.params)
+
+    def like_params(tree: Any) -> bool:
+        return bool(jax.tree.structure(tree) == structure)
+
+    def place(tree: Any) -> Any:
+        return of_params if like_params(tree) else NamedSharding(mesh, PartitionSpec())
+
+    shardings: TrainState = jax.tree.map(place, abstract, is_leaf=like_params)
     return shardings
 
 

@@ -3,8 +3,9 @@
 Always true here: a `Config` is a set of sizes and dtypes and holds no arrays; parameters live outside the
 module, as a nested dict of plain arrays made by `init_params` and used by `apply`; every parameter has
 `config.param_dtype`, all arithmetic but the norms' reductions and the softmax (float32) runs in
-`config.compute_dtype`. The layers are unrolled, not scanned, so that each layer's gradients exist as soon as
-its backward pass is done.
+`config.compute_dtype`. Every dimension of every parameter has a logical name (Flax's `out_sharding` metadata), which
+the rules of `models.sharding` map to a mesh. The layers are unrolled, not scanned, so that each layer's gradients
+exist as soon as its backward pass is done.
 
 Threads: pure functions, safe from any thread.
 """
@@ -19,13 +20,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
+
+from models.sharding import RULES, constrain, fit
 
 Params: TypeAlias = dict[Any, Any]
 """A nested dict: `{"blocks": {0: {"attention": {"query": {"kernel": array}}}}}`."""
 
-FSDP_AXIS = "fsdp"
 EMBEDDING_STDDEV = 0.02
 
 
@@ -75,6 +77,7 @@ class Config:
 
 
 PRESETS: Mapping[str, Config] = {
+    "nano": Config(dim=64, layers=1, heads=4, kv_heads=2, hidden=192),
     "tiny": Config(dim=128, layers=4, heads=4, kv_heads=2, hidden=512),
     "small": Config(dim=512, layers=6, heads=8, kv_heads=2, hidden=1408),
     "125m": Config(dim=768, layers=20, heads=12, kv_heads=4, hidden=2048),
@@ -122,14 +125,29 @@ def _normal(stddev: float) -> nnx.Initializer:
     return init
 
 
-def _linear(config: Config, fan_in: int, fan_out: int, rngs: nnx.Rngs, *, gain: float = 1.0) -> nnx.Linear:
-    return nnx.Linear(
-        fan_in,
-        fan_out,
+def _named(*names: str) -> dict[str, Any]:
+    """Metadata of a parameter with these logical axes. Whoever makes the tree shards it whole, see `init_params`."""
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+def _linear(
+    config: Config,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    rngs: nnx.Rngs,
+    *,
+    gain: float = 1.0,
+) -> nnx.LinearGeneral:
+    """A matrix product without bias from and to dimensions given as {logical axis: size}."""
+    return nnx.LinearGeneral(
+        tuple(inputs.values()),
+        tuple(outputs.values()),
+        axis=tuple(range(-len(inputs), 0)),
         use_bias=False,
         dtype=config.compute_dtype,
         param_dtype=config.param_dtype,
-        kernel_init=_normal(gain / math.sqrt(fan_in)),
+        kernel_init=_normal(gain / math.sqrt(math.prod(inputs.values()))),
+        kernel_metadata=_named(*inputs, *outputs),
         rngs=rngs,
     )
 
@@ -140,6 +158,7 @@ def _norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
         epsilon=config.norm_eps,
         dtype=config.compute_dtype,
         param_dtype=config.param_dtype,
+        scale_metadata=_named("norm"),
         rngs=rngs,
     )
 
@@ -147,48 +166,55 @@ def _norm(config: Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
 class Attention(nnx.Module):
     """Causal grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        self.config = config
-        kv_dim = config.kv_heads * config.head_dim
-        self.query = _linear(config, config.dim, config.dim, rngs)
-        self.key = _linear(config, config.dim, kv_dim, rngs)
-        self.value = _linear(config, config.dim, kv_dim, rngs)
-        self.out = _linear(config, config.dim, config.dim, rngs, gain=1 / math.sqrt(2 * config.layers))
+    def __init__(self, config: Config, mesh: Mesh | None, *, rngs: nnx.Rngs) -> None:
+        self.config, self.mesh = config, mesh
+        embed = {"embed": config.dim}
+        heads = {"heads": config.heads, "head_dim": config.head_dim}
+        kv_heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
+        self.query = _linear(config, embed, heads, rngs)
+        self.key = _linear(config, embed, kv_heads, rngs)
+        self.value = _linear(config, embed, kv_heads, rngs)
+        self.out = _linear(config, heads, embed, rngs, gain=1 / math.sqrt(2 * config.layers))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[batch, seq, dim]` to the same shape."""
-        batch, seq, dim = x.shape
-        heads = (batch, seq, -1, self.config.head_dim)
-        query = rotate(self.query(x).reshape(heads), self.config.rope_base)
-        key = rotate(self.key(x).reshape(heads), self.config.rope_base)
-        value = self.value(x).reshape(heads)
+
+        def split(x: jax.Array, heads: str) -> jax.Array:
+            return constrain(x, self.mesh, "batch", None, heads, None)
+
+        query = rotate(split(self.query(x), "heads"), self.config.rope_base)
+        key = rotate(split(self.key(x), "kv_heads"), self.config.rope_base)
+        value = split(self.value(x), "kv_heads")
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        result: jax.Array = self.out(mixed.reshape(batch, seq, dim))
+        result: jax.Array = self.out(split(mixed, "heads"))
         return result
 
 
 class SwiGLU(nnx.Module):
     """The gated feed-forward layer (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        self.gate = _linear(config, config.dim, config.hidden, rngs)
-        self.up = _linear(config, config.dim, config.hidden, rngs)
-        self.down = _linear(config, config.hidden, config.dim, rngs, gain=1 / math.sqrt(2 * config.layers))
+    def __init__(self, config: Config, mesh: Mesh | None, *, rngs: nnx.Rngs) -> None:
+        self.mesh = mesh
+        embed, hidden = {"embed": config.dim}, {"hidden": config.hidden}
+        self.gate = _linear(config, embed, hidden, rngs)
+        self.up = _linear(config, embed, hidden, rngs)
+        self.down = _linear(config, hidden, embed, rngs, gain=1 / math.sqrt(2 * config.layers))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[batch, seq, dim]` to the same shape."""
-        result: jax.Array = self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        wide = constrain(jax.nn.silu(self.gate(x)) * self.up(x), self.mesh, "batch", None, "hidden")
+        result: jax.Array = self.down(wide)
         return result
 
 
 class Block(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Config, mesh: Mesh | None, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = _norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, mesh, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
-        self.mlp = SwiGLU(config, rngs=rngs)
+        self.mlp = SwiGLU(config, mesh, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[batch, seq, dim]` to the same shape."""
@@ -201,36 +227,39 @@ def _call_block(block: Block, x: jax.Array) -> jax.Array:
 
 
 class Transformer(nnx.Module):
-    """The decoder: token ids to next-token logits."""
+    """The decoder: token ids to next-token logits.
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        self.config = config
+    Args:
+      config: Its sizes.
+      mesh: Over which activations are laid out; None leaves that to the compiler.
+      rngs: For the weights.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh | None = None, *, rngs: nnx.Rngs) -> None:
+        self.config, self.mesh = config, mesh
         self.embed = nnx.Embed(
             config.vocab,
             config.dim,
             dtype=config.compute_dtype,
             param_dtype=config.param_dtype,
             embedding_init=_normal(EMBEDDING_STDDEV),
+            embedding_metadata=_named("vocab", "embed"),
             rngs=rngs,
         )
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.blocks = nnx.List([Block(config, mesh, rngs=rngs) for _ in range(config.layers)])
         self.norm = _norm(config, rngs)
-        self.head = _linear(config, config.dim, config.vocab, rngs, gain=EMBEDDING_STDDEV * math.sqrt(config.dim))
+        vocab = {"vocab": config.vocab}
+        self.head = _linear(config, {"embed": config.dim}, vocab, rngs, gain=EMBEDDING_STDDEV * math.sqrt(config.dim))
 
-    def __call__(self, tokens: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
-        """Returns float32 logits `[batch, seq, vocab]` for integer tokens `[batch, seq]`.
-
-        Args:
-          tokens: Token ids below `config.vocab`.
-          sharding: Where activations `[batch, seq, dim]` are to live; None leaves it to the compiler.
-        """
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Returns float32 logits `[batch, seq, vocab]` for integer tokens `[batch, seq]` below `config.vocab`."""
         call = nnx.remat(_call_block) if self.config.remat else _call_block
+        # gathered over fsdp first: as it lies, the partitioner could only replicate the looked-up rows
+        self.embed.embedding.set_value(constrain(self.embed.embedding.get_value(), self.mesh, "vocab", None))
         x = self.embed(tokens.astype(jnp.int32))
         for block in self.blocks:
-            if sharding is not None:
-                x = jax.lax.with_sharding_constraint(x, sharding)
-            x = call(block, x)
-        logits: jax.Array = self.head(self.norm(x))
+            x = call(block, constrain(x, self.mesh, "batch", None, None))
+        logits = constrain(self.head(self.norm(x)), self.mesh, "batch", None, "vocab")
         return logits.astype(jnp.float32)
 
 
@@ -250,39 +279,24 @@ def count_params(config: Config) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
 
 
-def apply(config: Config, params: Params, tokens: jax.Array, sharding: NamedSharding | None = None) -> jax.Array:
+def apply(config: Config, params: Params, tokens: jax.Array, mesh: Mesh | None = None) -> jax.Array:
     """Returns float32 logits `[batch, seq, vocab]`; a pure function of its arguments."""
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    logits: jax.Array = nnx.merge(nnx.graphdef(abstract), params)(tokens, sharding)
+    logits: jax.Array = nnx.merge(nnx.graphdef(_abstract(config, mesh)), params)(tokens)
     return logits
 
 
-def param_specs(model: Config | Params, mesh: Mesh | AbstractMesh, axis: str = FSDP_AXIS) -> Params:
-    """Returns a tree of `PartitionSpec`s that shards each matrix over one mesh axis (FSDP).
+def param_specs(config: Config, mesh: Mesh | AbstractMesh) -> Params:
+    """Returns the tree of `PartitionSpec`s that the rules give the parameters on a mesh.
 
-    Args:
-      model: A config, or a tree of arrays or `ShapeDtypeStruct`s.
-      mesh: A mesh that has `axis`.
-      axis: The axis to shard over.
-
-    Returns:
-      A tree of the parameters' structure: the largest dimension that the axis' size divides is sharded;
-      vectors (norms) and matrices without such a dimension are replicated.
-
-    Raises:
-      ValueError: The mesh lacks the axis.
+    A mesh axis that does not divide a dimension (that of heads counts heads) leaves it whole; norms are replicated.
     """
-    if axis not in mesh.shape:
-        raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, not {axis!r}: name the one to shard over")
-    size = mesh.shape[axis]
-
-    def spec(leaf: Any) -> PartitionSpec:
-        fitting = [i for i, extent in enumerate(leaf.shape) if extent % size == 0]
-        if len(leaf.shape) < 2 or not fitting:
-            return PartitionSpec()
-        sharded = max(fitting, key=lambda i: leaf.shape[i])
-        return PartitionSpec(*(axis if i == sharded else None for i in range(sharded + 1)))
-
-    params = abstract_params(model) if isinstance(model, Config) else model
-    specs: Params = jax.tree.map(spec, params)
+    variables = nnx.split(_abstract(config))[1]
+    with nnx.logical_axis_rules(RULES):
+        wanted = nnx.to_pure_dict(nnx.get_partition_spec(variables))
+    specs: Params = jax.tree.map(lambda leaf, spec: fit(spec, leaf.shape, mesh), abstract_params(config), dict(wanted))
     return specs
+
+
+def _abstract(config: Config, mesh: Mesh | None = None) -> Transformer:
+    abstract: Transformer = nnx.eval_shape(lambda: Transformer(config, mesh, rngs=nnx.Rngs(0)))
+    return abstract
