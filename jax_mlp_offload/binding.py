@@ -129,6 +129,8 @@ def declare(rule: Rule, options: Options, params: Any) -> None:
       TypeError: for leaves that are no arrays.
     """
     leaves, treedef = flatten(params)
+    if not leaves:
+        return  # nothing is kept; tree_map_params asks so, with a stand-in for the params
     for path, leaf in leaves:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(f"param {path} is {leaf!r}; give jax or numpy arrays")

@@ -193,7 +193,7 @@ class Engine:
         self, leaves: Sequence[LeafSpec], layouts: dict[str, Layout], devices: Sequence[int], spans: bool
     ) -> tuple[Plan, int, int]:
         """The plan, the bytes of a slot, and how many new slots each device gets."""
-        bucket_elements = self._subgroup_elements or common_bucket_elements(leaves) if spans else None
+        bucket_elements = common_bucket_elements(leaves) if spans else None
         if self._slot_bytes is None:
             sized = sizing.choose(
                 lambda elements: make_plan(leaves, layouts, elements, bucket_elements=bucket_elements),

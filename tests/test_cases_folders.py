@@ -8,12 +8,14 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import time
 
 import jax
 import optax
 import pytest
 
 import jax_mlp_offload as jmo
+from jax_mlp_offload.backends import folder
 from jax_mlp_offload.backends.folder import Folder
 from tests.processes import finish, start_python
 from tests.support import (
@@ -113,6 +115,35 @@ def test_d6_a_forked_child_does_not_keep_what_a_killed_parent_left(tmp_path):
             assert "alone" in store.stats()["tiers"][0]["exclusive"]["why"]
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_d6_folders_of_other_machines(tmp_path, monkeypatch):
+    """On file systems where a lock is seen on its own machine only, a free one says nothing about another's folder."""
+
+    def leave(name, boot, age_s):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_text(boot)
+        os.utime(tmp_path / name / "lock", (time.time() - age_s,) * 2)
+
+    leave("jmo-other", "another-boot", 23 * 3600)
+    leave("jmo-other-dead", "another-boot", 25 * 3600)
+    leave("jmo-mine-dead", folder.boot_id(), 0)
+    with jmo.Store(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} >= {"jmo-other"}
+        assert not (tmp_path / "jmo-other-dead").exists()
+        assert not (tmp_path / "jmo-mine-dead").exists()
+        (own,) = set(tmp_path.iterdir()) - {tmp_path / "jmo-other"}
+        assert (own / "lock").read_text() == folder.boot_id()
+
+    # the living renew theirs
+    kept = Folder(jmo.File(tmp_path))
+    os.utime(kept.path / "lock", (0, 0))
+    kept.renew()
+    assert (kept.path / "lock").stat().st_mtime == 0  # not yet an hour
+    monkeypatch.setattr(folder, "_RENEWED_S", 0.0)
+    kept.renew()
+    assert time.time() - (kept.path / "lock").stat().st_mtime < 60
+    kept.close()
 
 
 def test_d6_five_runs_in_a_row(tmp_path):

@@ -61,7 +61,7 @@ def test_twenty_steps_equal_plain_optax_on_the_same_mesh(processes, devices, two
     specs = {"full": one, "low": one}
     params = {"full": make_params(shapes), "low": make_params(shapes, BF16)}
     grads = record_gradients(params, 20, seed=3)
-    with jmo.Store(*args, host_memory=450_000 * devices, subgroup_elements=8192) as store:
+    with jmo.Store(*args, host_memory=260_000 * devices, subgroup_elements=8192) as store:
         tx = jmo.adamw(1e-2, weight_decay=0.1, store=store, mesh=mesh, param_specs=specs)
         new, state = train(tx, params, grads, mesh, specs)
         moments, masters = gathered((jmo.read_state(state), jmo.read_masters(state, new)), mesh)

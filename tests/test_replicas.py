@@ -365,6 +365,27 @@ def test_inside_a_shard_map_of_which_nothing_is_known():
             jax.eval_shape(some, params, state)
 
 
+def test_shardings_of_the_state_by_tree_map_params():
+    """optax's own way to specs of a state: what is like the params has theirs, all else is replicated."""
+    mesh = mesh_of(**CUBE)
+    params = shard(make_params(SHAPES), mesh, CUBE_SPECS)
+    grads = record_gradients(params, 4)
+    with jmo.Store() as store:
+        given = {"mesh": mesh, "param_specs": CUBE_SPECS, "accumulate_steps": 2, "name": "one"}
+        tx = optax.chain(optax.clip_by_global_norm(1e3), jmo.adamw(1e-2, store=store, **given))
+        shapes = jax.eval_shape(tx.init, params)
+        specs = optax.tree.map_params(tx, lambda _, spec: spec, shapes, CUBE_SPECS, transform_non_params=lambda _: P())
+        assert specs[1].acc_grads == CUBE_SPECS
+        assert specs[1].inner_opt_state == (P(), P())
+        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+        state, step = jax.jit(tx.init, out_shardings=placed)(params), make_step(tx)
+        new = params
+        for grad in grads:
+            new, state = step(new, state, shard(grad, mesh, CUBE_SPECS))
+        expected, _ = run_reference(optax.MultiSteps(optax.adamw(1e-2), 2), params, grads)
+        assert_close(new, expected)
+
+
 def test_counter_of_collectives_sees_them():
     """What the tests above rely on."""
     mesh = mesh_of(data=8)

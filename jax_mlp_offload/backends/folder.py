@@ -3,8 +3,10 @@
 It is laid out so:
 
 1. ``<path>/jmo-<random>/`` is this process's own (mode 0700). It holds ``lock``, on which an flock lies as long as the
-   process lives; the kernel frees it however the process ends.
-2. At start-up folders whose lock is free are leftovers of dead processes and are removed.
+   process lives; the kernel frees it however the process ends. In it stands the machine's boot.
+2. At start-up folders whose lock is free are leftovers of dead processes and are removed. One of another machine (or of
+   this one before it was started anew) also has to be a day old: on some parallel file systems a lock is seen on its own
+   machine only. The living renew their lock's time every hour.
 3. ``<folder>/<optimizer>/b<bucket>.d<device>/`` is a Zarr v3 array of uint8 ``[subgroups, record_bytes]`` with one
    uncompressed chunk a subgroup: the chunk file ``c/<subgroup>/0`` is the record, byte for byte.
 4. A record that is written to a tier takes over the file of a record of the same size that has moved on, if there is
@@ -19,6 +21,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import pathlib
 import secrets
@@ -28,8 +31,11 @@ import time
 from jax_mlp_offload.backends.zarr import metadata
 from jax_mlp_offload.tiers import File
 
+_log = logging.getLogger("jax_mlp_offload")
 _PREFIX = "jmo-"
 _UNBORN_S = 60.0  # a folder that was not locked within this time never will be
+_RENEWED_S = 3600.0
+_EXPIRED_S = 86400.0
 
 
 class Folder:
@@ -52,6 +58,7 @@ class Folder:
             new.mkdir(mode=0o700)
             self._lock = os.open(new / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._lock, boot_id().encode())
             self.path = new.rename(root / new.name.removeprefix(".new-"))
         except OSError as error:
             if new is not None:
@@ -65,9 +72,21 @@ class Folder:
                 "on a file system that has locks",
                 str(root),
             ) from error
+        self._renewed_s = time.monotonic()
         self._owner: dict[tuple[str, int], pathlib.Path] = {}
         self._spare: dict[int, dict[pathlib.Path, None]] = {}  # by size; ordered sets
         self._unmade: dict[str, tuple[int, int]] = {}  # arrays that could not be made yet
+
+    def renew(self) -> None:
+        """Says that its process lives; to be called now and then."""
+        now_s = time.monotonic()
+        if self._lock < 0 or now_s - self._renewed_s < _RENEWED_S:
+            return
+        self._renewed_s = now_s
+        try:
+            os.utime(self._lock)
+        except OSError as error:  # the next hour tries again; its transfers tell if it is gone for good
+            _log.warning("tier %r: the time of its lock was not renewed: %s", self.tier.name, error)
 
     @property
     def device(self) -> int:
@@ -165,9 +184,21 @@ def _remove_leftovers(root: pathlib.Path) -> None:
         except OSError:
             continue  # in use
         else:
-            shutil.rmtree(folder, ignore_errors=True)
+            if _is_over(lock):
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _is_over(lock: int) -> bool:
+    """Whether a folder whose lock is free here is nobody's."""
+    boot = os.pread(lock, 64, 0).decode("ascii", "replace")
+    return boot in ("", boot_id()) or time.time() - os.fstat(lock).st_mtime > _EXPIRED_S
+
+
+def boot_id() -> str:
+    """Tells this machine, since it was started, from all others."""
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _age_s(folder: pathlib.Path) -> float:

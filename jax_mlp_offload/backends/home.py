@@ -34,7 +34,7 @@ import tensorstore as ts
 
 from jax_mlp_offload.backends.answers import Answer, RequestError, Verdict
 from jax_mlp_offload.backends.base import Place
-from jax_mlp_offload.backends.folder import Folder
+from jax_mlp_offload.backends.folder import Folder, boot_id
 from jax_mlp_offload.backends.requests import Begun, Requests, all_of
 from jax_mlp_offload.placement import QUEUE
 from jax_mlp_offload.tiers import File
@@ -95,8 +95,7 @@ class Lease:
 
 
 def _machine() -> tuple[str, str]:
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return boot, os.readlink("/proc/self/ns/pid")
+    return boot_id(), os.readlink("/proc/self/ns/pid")
 
 
 def _is_gone(pid: int, began_ticks: int) -> bool:
@@ -190,7 +189,10 @@ class FolderHome(Home):
         await requests.run(f"read of {self.url}probe", lambda: Begun(kv.read("probe")))
 
     async def keep(self) -> None:
-        """See :class:`Home`. The lock does it."""
+        """See :class:`Home`. The lock does it; its time tells other machines."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            self.folder.renew()
 
     async def remove(self, in_use: bool) -> None:
         """See :class:`Home`. ``close`` does it, on a thread that may wait."""
