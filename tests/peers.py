@@ -10,7 +10,8 @@ from tests.processes import finish, start_python
 PRELUDE = """
 process, processes, devices, port, args = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]
 jax.config.update("jax_num_cpu_devices", devices)
-os.environ["no_grpc_proxy"] = "127.0.0.1"
+os.environ["no_grpc_proxy"] = "127.0.0.1"  # gRPC would ask a proxy even here
+jax.config.update("jax_check_proxy_envs", False)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize("127.0.0.1:" + port, processes, process, heartbeat_timeout_seconds=20)
 from tests.meshes import *
