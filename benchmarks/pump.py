@@ -67,6 +67,15 @@ def measure_tiers(tiers: Sequence[File], seconds: float = 2.0, record_bytes: int
     return [Bandwidth(bps, bps) for bps in each_way]
 
 
+def bandwidths(tiers: Sequence[tuple[File, Bandwidth | None]]) -> list[Bandwidth]:
+    """Those given; all are measured if one is not."""
+    given = [bandwidth for _, bandwidth in tiers if bandwidth is not None]
+    if len(given) == len(tiers):
+        return given
+    measured = measure_tiers([file for file, _ in tiers])
+    return [bandwidth or found for (_, bandwidth), found in zip(tiers, measured, strict=True)]
+
+
 def _fill(engine: Any, states: Sequence[_Tier], record_bytes: int) -> None:
     for state in states:
         while state.empty:

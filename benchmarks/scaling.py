@@ -41,12 +41,10 @@ import jax_mlp_offload as jmo
 from benchmarks import limit, pump, report, workload
 from benchmarks.limit import Bandwidth, UpdateLimit
 from benchmarks.step import split_tier
-from jax_mlp_offload import native
 
 WARM_UP = 2
 _AXIS = "fsdp"
 _EXCLUSIVE: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
-_KERNEL_ELEMENTS = 8 * 2**20
 _MB = 1e6
 _G = 1e9
 
@@ -80,8 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.child is not None:
         return _be_member(args, Member(**json.loads(args.child)))
     shard = _shard(args)
-    bandwidths = _bandwidths(args.tier)
-    kernel_s = _kernel_s(shard.elements)
+    tiers = [(jmo.File(path), None if bps is None else Bandwidth(bps, bps)) for path, bps in map(split_tier, args.tier)]
+    bandwidths = pump.bandwidths(tiers)
+    kernel_s = workload.time_kernel(shard.elements, jnp.bfloat16, report.machine()["cores"])
     runs: dict[int, list[dict[str, Any]]] = {count: [] for count in args.processes}
     for _ in range(args.rounds):
         for count in args.processes:
@@ -128,24 +127,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _shard(args: argparse.Namespace) -> workload.Workload:
     return workload.Workload.of(int(args.params), args.layers, jnp.bfloat16, 1)
-
-
-def _bandwidths(tiers: Sequence[str]) -> list[Bandwidth]:
-    """One a tier; all are measured if that of one is not given."""
-    split = [split_tier(text) for text in tiers]
-    given = [Bandwidth(bps, bps) for _, bps in split if bps is not None]
-    if len(given) == len(split):
-        return given
-    measured = pump.measure_tiers([jmo.File(path) for path, _ in split])
-    return [found if bps is None else Bandwidth(bps, bps) for (_, bps), found in zip(split, measured, strict=True)]
-
-
-def _kernel_s(elements: int) -> float:
-    """Seconds of the kernel over the params of one process, in memory, with all cores to itself."""
-    few = min(elements, _KERNEL_ELEMENTS)
-    kind = native.DTYPES["bfloat16"]
-    best_s: float = native.time_kernel(few, kind, kind, report.machine()["cores"], 3, True)
-    return best_s * elements / few
 
 
 # -- a job

@@ -36,7 +36,6 @@ from jax_mlp_offload.sizes import parse_bytes
 
 WARM_UP = 2
 _DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
-_KERNEL_ELEMENTS = 8 * 2**20
 _MB = 1e6
 Step = Callable[[workload.Params, Any, Any], tuple[workload.Params, Any]]
 
@@ -59,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not args.tier:
             args.tier = [stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))]
         tiers = _tiers(args)
-        bandwidths = _bandwidths(tiers)
-        kernel_s = _kernel_s(load, args.kernel_threads)
+        bandwidths = pump.bandwidths([(tier.file, tier.bandwidth) for tier in tiers])
+        kernel_s = workload.time_kernel(load.elements, load.dtype, args.kernel_threads or report.machine()["cores"])
         passes_s = workload.time_passes(load) if args.backward == "real" else 0.0
         run = _measure(args, load, tiers)
     update = limit.update_limit(run.record_bytes, run.stats["slots"], bandwidths, kernel_s)
@@ -158,23 +157,6 @@ def split_tier(text: str) -> tuple[str, float | None]:
         return path, float(number) * _MB
     except ValueError:
         return text, None
-
-
-def _bandwidths(tiers: Sequence[Tier]) -> list[Bandwidth]:
-    """One a tier; all are measured if that of one is not known."""
-    given = [tier.bandwidth for tier in tiers if tier.bandwidth is not None]
-    if len(given) == len(tiers):
-        return given
-    measured = pump.measure_tiers([tier.file for tier in tiers])
-    return [tier.bandwidth or bandwidth for tier, bandwidth in zip(tiers, measured, strict=True)]
-
-
-def _kernel_s(load: workload.Workload, threads: int | None) -> float:
-    """Seconds of the kernel over all params, in memory."""
-    elements = min(load.elements, _KERNEL_ELEMENTS)
-    kind = native.DTYPES[jnp.dtype(load.dtype).name]
-    best_s: float = native.time_kernel(elements, kind, kind, threads or report.machine()["cores"], 3, True)
-    return best_s * load.elements / elements
 
 
 # -- the steps

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import jax_mlp_offload as jmo
-from benchmarks import adapt, equal, exclusive, kernel, report
+from benchmarks import adapt, equal, exclusive, kernel, report, scaling
 from benchmarks.limit import (
     Bandwidth,
     Overlap,
@@ -175,6 +175,24 @@ def test_peak_of_memory_begins_anew():
     assert peak <= before - 32 * MB
 
 
+def _result(ends_s):
+    return scaling.Result(ends_s, 30 * MB, 4, 0.5, 2.0, [10 * MB] * 3, 1, ["not asked for"])
+
+
+def test_processes_share_devices_and_wait_for_the_slowest():
+    results = [_result([1.0, 2.0, 4.0]), _result([1.5, 2.5, 3.5])]
+    figures = scaling.run_figures(results, [Bandwidth(30e6, 30e6), Bandwidth(10e6, 10e6)], 2 * MB, kernel_s=0.1)
+    assert figures["step_s"] == [1.0, 1.5]
+    assert figures["limit_s"] == pytest.approx(2 * 20 / 40)  # two records of each process, by both devices
+    assert figures["ratio"] == pytest.approx(1.25)
+    assert figures["s_per_gparam"] == pytest.approx(1.25 / 4e-3)
+    assert figures["share_of_bandwidth"] == pytest.approx(60 / 2.5 / 40)
+    busy = scaling.run_figures(results, [Bandwidth(30e6, 30e6), Bandwidth(10e6, 10e6)], 2 * MB, kernel_s=0.9)
+    assert busy["limit_s"] == pytest.approx(1.8)
+    rows = scaling.jobs({2: [figures], 4: [{**figures, "s_per_gparam": 2 * figures["s_per_gparam"]}]})
+    assert [row["to_first"] for row in rows] == [1.0, 2.0]
+
+
 # -- runs
 
 
@@ -248,3 +266,18 @@ def test_equal_says_whether_bits_are(two_tiers, capsys):
     shown = capsys.readouterr().out
     assert "; 0 differ" in shown
     assert "memory://x" in shown
+
+
+def test_scaling_runs(tmp_path, two_tiers):
+    figures = _run(
+        "benchmarks.scaling", "--params", "1e6", "--layers", "4", "--host-memory", "4MB", "--steps", "4",
+        "--rounds", "1", "--processes", "1", "2", "--tier", f"{two_tiers[0]}:200", "--tier", f"{two_tiers[1]}:100",
+        "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png"),
+    )  # fmt: skip
+    one, two = (job["runs"][0] for job in figures["jobs"])
+    assert (two["records"], two["slots"]) == (2 * one["records"], 2 * one["slots"])
+    for run in (one, two):
+        assert run["misses_per_step"] == run["records"] - run["slots"]
+        moved = run["moved_bps"] * run["mean_s"]
+        assert moved == pytest.approx(run["update_limit"]["moved_bytes"], rel=0.01)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
