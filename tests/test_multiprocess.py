@@ -53,7 +53,10 @@ def lines(output, what):
 
 @pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
 def test_twenty_steps_equal_plain_optax_on_the_same_mesh(processes, devices, two_tiers):
-    """float32 and bfloat16 leaves; replicas on one process and on several; one ticket; each process keeps its shards."""
+    """float32 and bfloat16 leaves; replicas on one process and on several; each process keeps its shards.
+
+    What the program communicates beside gathers of what is replicated: one ticket of four bytes.
+    """
     code = """
     mesh = mesh_of(data=2, fsdp=2)
     shapes = {"embed": (256, 48), "norm": (48,), "out": (48, 128), "scale": (), "odd": (1031,), "table": (260, 261)}
@@ -67,6 +70,16 @@ def test_twenty_steps_equal_plain_optax_on_the_same_mesh(processes, devices, two
         moments, masters = gathered((jmo.read_state(state), jmo.read_masters(state, new)), mesh)
         stats = store.stats()
         low = gathered(new["low"], mesh)
+
+        def communicated(tx, params):
+            placed = shard(params, mesh, specs)
+            step = make_step(tx).lower(placed, jax.jit(tx.init)(placed), shard(params, mesh, specs))
+            return collectives(step.compile())
+
+        added = communicated(tx, params)
+        added.subtract(communicated(optax.adamw(1e-2, weight_decay=0.1), params))
+        reduced = {what: count for what, count in added.items() if what[0] != "all-gather" and count}
+        assert reduced == {("all-reduce", "u32[1]"): 1}, reduced
     wide = [jax.tree.map(lambda a: np.asarray(a, np.float32), tree) for tree in (params, *grads)]
     expected, reference = gathered(train(optax.adamw(1e-2, weight_decay=0.1), wide[0], wide[1:], mesh, specs), mesh)
     assert_close(masters, expected)
