@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+import optax
+from jax.sharding import Mesh, NamedSharding
 
 from jax_mlp_offload import shardings
 from jax_mlp_offload.instances import ForeignParams
@@ -83,11 +84,13 @@ class Options:
         """Checks them.
 
         Raises:
-          TypeError: if the store is none.
+          TypeError: if the store or the mesh is none.
           ValueError: for an unknown ``foreign_params``, or an empty name.
         """
         if not isinstance(store, Store):
             raise TypeError(f"store={store!r}: pass store=jmo.Store(...), which owns the memory and tiers of the state")
+        if mesh is not None:
+            shardings.check_mesh(mesh, "mesh=")
         if name is not None and (not isinstance(name, str) or not name):
             raise ValueError(f"name={name!r} must be a non-empty string")
         kinds = [kind.value for kind in ForeignParams]
@@ -142,13 +145,16 @@ def declare(rule: Rule, options: Options, params: Any) -> None:
     arrays = [leaf for _, leaf in leaves]
     given = _given(options, params, arrays, options.mesh)
     concrete = [leaf for leaf in arrays if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+    layout = None
     if given is not None or concrete:
-        shardings.resolve(options.mesh, given, arrays, [path for path, _ in leaves], None)
+        paths = [path for path, _ in leaves]
+        layout = shardings.resolve(options.mesh, given, arrays, paths, None)
+        layout.check_arrays(arrays, paths)
     device = None
     if given is None and concrete and len(concrete[0].devices()) == 1:
         device = shardings.ordinal(next(iter(concrete[0].devices())))
     shapes = tuple(tuple(leaf.shape) for leaf in arrays)
-    initial = functools.partial(state_shapes, _without_tracers(rule), treedef, shapes)
+    initial = functools.partial(state_shapes, _without_tracers(rule), treedef, shapes, layout)
     options.store.declare(_key(rule, options, leaves), Declared(_fingerprint(leaves), given, device, initial))
 
 
@@ -259,10 +265,21 @@ def _register(
     )
 
 
-def state_shapes(rule: Rule, treedef: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """Shapes and dtypes of the state that optax has for float32 params of these (global) shapes."""
+def state_shapes(
+    rule: Rule, treedef: Any, shapes: Sequence[tuple[int, ...]], layout: shardings.Layout | None = None
+) -> Any:
+    """Shapes and dtypes of the state that optax has for float32 params of these (global) shapes, laid out so."""
     shaped = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    return jax.eval_shape(rule.reference().init, shaped)
+    reference = rule.reference()
+    state = jax.eval_shape(reference.init, shaped)
+    if layout is None or layout.mesh is None or not layout.specs or layout.manual:
+        return state
+    placed = jax.tree.unflatten(treedef, [NamedSharding(layout.mesh, spec) for spec in layout.specs])
+
+    def place(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return optax.tree.map_params(reference, place, state, placed)
 
 
 def _without_tracers(rule: Rule) -> Rule:

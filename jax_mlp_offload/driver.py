@@ -30,6 +30,7 @@ from jax_mlp_offload.types import Complete, Fail, HandBack, Life, Read, Record, 
 _log = logging.getLogger("jax_mlp_offload")
 _BATCH = 256  # events taken at once
 _LONGEST_WAIT_S = 1.0  # between two looks at the clock
+_RENEWAL_S = 600.0  # between two signs of life to each tier
 _SUSPENDED_S = 1.0  # a wait that took so much longer: the process was stopped meanwhile
 _Call = tuple[Callable[[], Any], bool, concurrent.futures.Future[Any]]  # what to run, whether when quiescent, for whom
 
@@ -75,6 +76,7 @@ class Driver:
         self._lock = threading.Lock()
         self._stopping = False
         self._phases = 0  # that have begun
+        self._renewal_s = 0.0
         self._thread = threading.Thread(target=self._main, name="jmo-driver", daemon=True)
         self._thread.start()
 
@@ -152,6 +154,10 @@ class Driver:
         if self._phases != self._scheduler.placement.phases:
             self._phases = self._scheduler.placement.phases
             self._begin_phase(now_s)
+        if now_s >= self._renewal_s:
+            self._renewal_s = now_s + _RENEWAL_S
+            for backend in self._backends:
+                backend.renew()
         self._perform()
         if self._calls and len(events) < _BATCH:  # they are to see all that happened before they were made
             self._run_calls()

@@ -26,7 +26,16 @@ from jax_mlp_offload.exclusive import Access, Sharing
 from jax_mlp_offload.first_probe import LEAST_BYTES, FirstProbe
 from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.placement import Device, TierSpec
-from jax_mlp_offload.plan import CELL_ELEMENTS, BucketPlan, Layout, LeafSpec, Plan, common_bucket_elements, make_plan
+from jax_mlp_offload.plan import (
+    CELL_ELEMENTS,
+    MAX_SUBGROUP_ELEMENTS,
+    BucketPlan,
+    Layout,
+    LeafSpec,
+    Plan,
+    common_bucket_elements,
+    make_plan,
+)
 from jax_mlp_offload.profile import ProfileLike, TierProfile, find, read_profile
 from jax_mlp_offload.scheduler import Scheduler
 from jax_mlp_offload.tiers import Tier
@@ -144,10 +153,7 @@ class Engine:
             for index, bucket in enumerate(plan.buckets):
                 dtype = leaves[bucket.leaves[0]].dtype
                 self._native.add_bucket(number, index, _bucket_spec(bucket, plan, rules[dtype], reads_params[dtype]))
-                for device in devices:
-                    array = self._bucket_array(number, index, device)
-                    for backend in self.backends:
-                        backend.add_array(array, len(bucket.subgroups), bucket.record_bytes)
+                self._add_arrays(number, index, bucket, devices)
 
             def tell_scheduler() -> None:
                 for i, device in enumerate(devices):
@@ -169,6 +175,12 @@ class Engine:
             if self._probe is None:
                 self._probe_tiers((plan.records - slots) * len(devices) * plan.largest_record_bytes)
             return number, plan
+
+    def _add_arrays(self, number: int, index: int, bucket: BucketPlan, devices: Sequence[int]) -> None:
+        for device in devices:
+            array = self._bucket_array(number, index, device)
+            for backend in self.backends:
+                backend.add_array(array, len(bucket.subgroups), bucket.record_bytes)
 
     def _probe_tiers(self, moved_bytes: int) -> None:
         """Has tiers of unknown bandwidth measured, one of each device, if a step moves enough for that."""
@@ -194,6 +206,8 @@ class Engine:
     ) -> tuple[Plan, int, int]:
         """The plan, the bytes of a slot, and how many new slots each device gets."""
         bucket_elements = common_bucket_elements(leaves) if spans else None
+        if not devices:  # the mesh is that of other processes: traced here, and never run
+            return make_plan(leaves, layouts, MAX_SUBGROUP_ELEMENTS, bucket_elements=bucket_elements), 0, 0
         if self._slot_bytes is None:
             sized = sizing.choose(
                 lambda elements: make_plan(leaves, layouts, elements, bucket_elements=bucket_elements),

@@ -169,8 +169,8 @@ class Ledger:
             f"optimizer {self.name!r}: the state given to update has ticket {ticket}, but {known}. The moments live in "
             "the store, in one version: an update can only follow the last one. Pass on the state that the last update "
             "returned, or restore params from a checkpoint and start afresh with init. Two optimizers of one store with "
-            "the same leaves need a name= each. optax.MultiSteps updates at every micro-step from one state: use this "
-            "optimizer's accumulate_steps=k instead"
+            "the same leaves need a name= each, and one optimizer is not the same on another mesh or with other specs. "
+            "optax.MultiSteps updates at every micro-step from one state: use this optimizer's accumulate_steps=k instead"
         )
 
 

@@ -2,7 +2,8 @@
 
 1. An operation of a step that may not run is held until all operations of that step came; they fail together.
    A program that runs its ops one by one never sends them all: once each device has sent one, and no more have come
-   for longer than they ever took, all devices are at the same op, and they fail too.
+   for longer than they ever took, all devices are at the same op, and they fail too. Where other processes take part, a
+   slow one may still need this one's collectives: there it takes the whole grace.
 2. The others run, those on the same records one after another, in the order in which they came.
 3. An operation ends well once all its records are updated, with the step's serial as its ticket.
 4. A failure ends every operation of that optimizer on all devices with the *old* params and the poison ticket. One that
@@ -23,7 +24,8 @@ from jax_mlp_offload.ledger import Step
 from jax_mlp_offload.types import POISON, Action, Complete, Fail, HandBack, Life, Operation, Record, Warn
 
 DOOM_GRACE_S = 10.0  # how long a refused step waits for devices that sent no operation yet
-QUIET_GRACE_S = 0.25  # and once all have sent one, for further operations: so long, or twice what they took before
+QUIET_GRACE_S = 0.25  # and once all have sent one, for further operations: so long, or twice what they took before,
+QUIET_GRACE_OF_SEVERAL_S = 1.0  # or this where one device that is given up too early leaves others in a collective
 
 
 class Operations:
@@ -99,7 +101,7 @@ class Operations:
             self._held.pop(step, None)
             self._fail_held(step)
         elif len(step.came_s) == len(owner.devices):
-            self._held[step] = self.now_s + min(max(QUIET_GRACE_S, 2 * owner.longest_gap_s), DOOM_GRACE_S)
+            self._held[step] = self.now_s + max(_quiet_grace_s(owner), 2 * owner.longest_gap_s)
         else:
             self._held.setdefault(step, self.now_s + DOOM_GRACE_S)
 
@@ -290,3 +292,9 @@ class Operations:
             for op in together:
                 self.actions.append(Fail(op.request, op.cause))
                 self._ended(op)
+
+
+def _quiet_grace_s(owner: Instance) -> float:
+    if owner.ledger.spans:
+        return DOOM_GRACE_S
+    return QUIET_GRACE_S if len(owner.devices) == 1 else QUIET_GRACE_OF_SEVERAL_S

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,13 +30,22 @@ _TICKET = jax.ShapeDtypeStruct((1,), jnp.uint32)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one optimizer's ops need to know."""
+    """What one optimizer's ops need to know.
+
+    Attributes:
+      store: number of the store.
+      instance: number of the optimizer in it.
+      plan: of one device.
+      parts: what the plan counts as leaves.
+      reads_params: by bucket, whether its op gets the params.
+      layout: where the leaves lie.
+    """
 
     store: int
     instance: int
     plan: Plan
-    parts: tuple[Part, ...]  # what the plan counts as leaves
-    reads_params: tuple[bool, ...]  # by bucket
+    parts: tuple[Part, ...]
+    reads_params: tuple[bool, ...]
     layout: Layout
 
     def make(self) -> Callable[[Array, Array, list[Array], list[Array]], tuple[Array, list[Array | None]]]:
@@ -50,14 +59,8 @@ class Program:
     def _run(
         self, ticket: Array, hyper: Array, grads: list[Array], params: list[Array]
     ) -> tuple[Array, list[Array | None]]:
-        used = [leaf for bucket in self.plan.buckets for part in bucket.leaves for leaf in self.parts[part].leaves]
-        read = [
-            leaf
-            for bucket, reads in zip(self.plan.buckets, self.reads_params, strict=True)
-            if reads
-            for part in bucket.leaves
-            for leaf in self.parts[part].leaves
-        ]
+        used = self._leaves([True] * len(self.plan.buckets))
+        read = self._leaves(self.reads_params)
         body: Callable[..., tuple[Array, dict[int, Array]]] = self._on_device
         wrapped = self.layout.wrapped
         if wrapped:
@@ -76,6 +79,11 @@ class Program:
             ticket = one_device_p.bind(ticket)
         new_ticket, outs = body(ticket, hyper, {i: grads[i] for i in used}, {i: params[i] for i in read})
         return new_ticket, [outs.get(leaf) for leaf in range(len(grads))]
+
+    def _leaves(self, wanted: Sequence[bool]) -> list[int]:
+        """The leaves of those buckets."""
+        buckets = [bucket for bucket, want in zip(self.plan.buckets, wanted, strict=True) if want]
+        return [leaf for bucket in buckets for part in bucket.leaves for leaf in self.parts[part].leaves]
 
     def _place(self, leaf: Array, spec: PartitionSpec | None) -> Array:
         """On Explicit axes a gradient may be typed otherwise than its param: it is resharded, as optax's ops would."""

@@ -1,4 +1,8 @@
-"""Reading an offloaded state back as ordinary arrays."""
+"""Reading an offloaded state back as ordinary arrays.
+
+A leaf is put together from every device's records of it; what replicas share is gathered by XLA. Where a mesh spans
+processes, that takes all of them. Thread contract: any thread of the user's.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from jax_mlp_offload.plan import BucketPlan
 from jax_mlp_offload.replicas import Part
 from jax_mlp_offload.state import OffloadState
 from jax_mlp_offload.store import Store, live_stores
+from jax_mlp_offload.types import POISON
 
 _Records = dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
 
@@ -91,6 +96,11 @@ def _map(state: Any, function: Callable[[OffloadState], Any]) -> Any:
 def _find(state: OffloadState) -> tuple[Store, Binding]:
     """The store and optimizer that this state belongs to."""
     ticket = _ticket(state)
+    if ticket == POISON:
+        raise OffloadError(
+            "this state comes from an update that failed: its moments are lost. flush() of its store says why; restore "
+            "params from a checkpoint and call init again"
+        )
     candidates = [
         (store, binding) for store in live_stores() for binding in store.bindings() if isinstance(binding, Binding)
     ]
@@ -140,7 +150,7 @@ def _initial() -> Any:
             "the moments of this state cannot be told: no update has been made from it yet, and several optimizers "
             "(or none) could be meant; make one first"
         )
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), references[0])
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), references[0])
 
 
 def _ticket(state: OffloadState) -> int:

@@ -6,8 +6,9 @@
 3. Small leaves with the same axes, dtype and decay are packed: cut as if they were one leaf, so that a scalar is
    updated once and a hundred norms are gathered by one collective. Packs come last: they wait for all their gradients.
 
-What always holds: all shares of a part have one size. What is missing at the end is filled with copies of the last
-element, which then fare as it does. Runs inside a shard_map over all axes; nothing here communicates but ``join``.
+What always holds: all shares of a part have one size; what is missing at the end is filled with NaN, which stays NaN
+whatever an update does to it, so that no hash of it changes. ``cut`` and ``join`` run inside a shard_map over all axes;
+only ``join`` communicates. Pure functions, safe from any thread.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Part:
         flat = [shard.reshape(-1) for shard in shards]
         missing = self.share * self.replicas - sum(self.sizes)
         if missing:
-            flat.append(jnp.broadcast_to(flat[-1][-1:], (missing,)))
+            flat.append(jnp.full((missing,), jnp.nan, flat[-1].dtype))
         whole = flat[0] if len(flat) == 1 else jnp.concatenate(flat)
         begin = jax.lax.axis_index(self.axes) * self.share
         return jax.lax.dynamic_slice_in_dim(whole, begin, self.share)

@@ -5,7 +5,7 @@ where the mesh has Explicit axes only, and the concrete params that ``init`` saw
 one device; a program on several is then refused when it is lowered. Nothing that is sharded is ever gathered.
 
 Inside the user's own ``shard_map`` leaves are shards along its manual axes already. ``param_specs=`` says which of them
-hold replicas; without it every device is taken to have a shard of its own.
+hold replicas; without it every device is taken to have a shard of its own. Pure functions, safe from any thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Given = tuple[Mesh, tuple[PartitionSpec, ...]]
@@ -63,6 +64,25 @@ class Layout:
         """A leaf's spec over the axes that are not manual yet."""
         return _without(self.specs[leaf], self.manual)
 
+    def check_arrays(self, arrays: Sequence[Any], paths: Sequence[str]) -> None:
+        """Whether concrete params lie as they are said to.
+
+        Raises:
+          ValueError: if one is sharded along an axis along which it is said to be replicated: each update would gather it.
+        """
+        if not self.wrapped or self.manual:
+            return
+        for leaf, (array, path) in enumerate(zip(arrays, paths, strict=True)):
+            held = getattr(array, "sharding", None)
+            if isinstance(array, jax.core.Tracer) or not isinstance(held, NamedSharding) or held.mesh != self.mesh:
+                continue
+            lost = {axis for entry in held.spec for axis in _axes(entry)}.intersection(self.replicated(leaf))
+            if any(self.sizes[axis] > 1 for axis in lost):
+                raise ValueError(
+                    f"param {path} is sharded as {held.spec}, but param_specs= says {self.specs[leaf]}: every update would "
+                    "gather it; pass the specs that the params have"
+                )
+
     def shard_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """One device's shard of a leaf that has ``shape`` where the optimizer is called."""
         if not self.wrapped:
@@ -105,7 +125,13 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
     for box in flat:
         spec = box.spec
         if isinstance(spec, NamedSharding):
-            mesh = cast("Mesh", mesh or spec.mesh)
+            check_mesh(spec.mesh, "the mesh of a NamedSharding in param_specs")
+            if mesh is not None and not _same(cast("Mesh", spec.mesh), mesh):
+                raise ValueError(
+                    f"param_specs holds a NamedSharding on {spec.mesh!r}, but others (or mesh=) name {mesh!r}; all params "
+                    "of an optimizer lie on one mesh"
+                )
+            mesh = mesh or cast("Mesh", spec.mesh)
             spec = spec.spec
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"param_specs holds {spec!r}; give jax.sharding.PartitionSpec or NamedSharding")
@@ -113,6 +139,21 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
     if mesh is None:
         raise ValueError("param_specs= holds PartitionSpecs, so the mesh has to be given too: pass mesh=")
     return mesh, tuple(specs)
+
+
+def _same(one: Mesh, other: Mesh) -> bool:
+    """Whether meshes have the same devices in the same places; how their axes are typed may differ."""
+    return one.axis_names == other.axis_names and np.array_equal(one.device_ids, other.device_ids)
+
+
+def check_mesh(mesh: Any, what: str) -> None:
+    """Whether something is a mesh of devices.
+
+    Raises:
+      TypeError: if it is none.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"{what} is {mesh!r}; give a jax.sharding.Mesh, which has devices")
 
 
 def specs_of_leaves(leaves: Sequence[Any], mesh: Mesh | None = None) -> Given | None:
@@ -167,7 +208,7 @@ def resolve(
     """
     manual = manual_axes()
     if given is None and manual:
-        return _unknown_shards(mesh, manual)
+        return _unknown_shards(mesh, manual, device)
     if given is None:
         if mesh is not None and mesh.size > 1:
             raise ValueError(
@@ -175,6 +216,8 @@ def resolve(
                 "PartitionSpec, PartitionSpec() for what is replicated), or call init with sharded arrays"
             )
         return Layout(None, (), (_one_device(device),))
+    if mesh is not None and not _same(mesh, given[0]):
+        raise ValueError(f"mesh={mesh!r} was given, but the params lie on {given[0]!r}; pass the mesh that they lie on")
     mesh, specs = given
     if mesh.size == 1:
         return Layout(None, (), _ordinals(mesh))
@@ -185,7 +228,7 @@ def resolve(
     return Layout(mesh, tuple(fitted), _ordinals(mesh), manual, _spans(mesh))
 
 
-def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...]) -> Layout:
+def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...], device: int | None) -> Layout:
     """Inside a shard_map without ``param_specs``: each device has its own shard."""
     abstract = jax.sharding.get_abstract_mesh()
     if len(manual) < len(abstract.axis_names):
@@ -193,8 +236,10 @@ def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...]) -> Layout:
             f"the optimizer is called inside a shard_map that is manual over {manual} and leaves other axes automatic; "
             "pass mesh= and param_specs= (over all axes of the mesh), or call it outside"
         )
+    if mesh is None and abstract.size == 1:
+        return Layout(None, (), (_one_device(device),), manual)
     if mesh is None:
-        if abstract.size not in (1, jax.device_count()):
+        if abstract.size != jax.device_count():
             raise ValueError(
                 f"the optimizer is called inside a shard_map over {abstract.size} of {jax.device_count()} devices; pass "
                 "mesh= to it"
@@ -247,6 +292,9 @@ def _fit(shape: tuple[int, ...], path: str, spec: PartitionSpec, mesh: Mesh, man
     if len(spec) > len(shape):
         raise ValueError(f"param_specs: {spec} has more entries than {path!r} of shape {shape} has dimensions")
     entries: list[Any] = []
+    named = [name for entry in spec for name in _axes(entry)]
+    if len(set(named)) < len(named):
+        raise ValueError(f"param_specs: {spec} of {path!r} names an axis twice")
     for size, entry in zip(shape, _whole(spec, len(shape)), strict=True):
         if entry is PartitionSpec.UNCONSTRAINED:
             raise ValueError(f"param_specs: {spec} of {path!r} leaves a dimension unconstrained; say how it is sharded")
@@ -254,9 +302,10 @@ def _fit(shape: tuple[int, ...], path: str, spec: PartitionSpec, mesh: Mesh, man
         for name in names:
             if name not in mesh.shape:
                 raise ValueError(f"param_specs: {spec} of {path!r} names axis {name!r}; the mesh has {mesh.axis_names}")
-        done = [name for name in names if name in manual]
-        divides = size % math.prod(mesh.shape[name] for name in names if name not in done) == 0
-        entries.append(_entry(names if divides else done))
+        done = [name for name in names if name in manual]  # cut first, whatever their place in the spec
+        rest = [name for name in names if name not in manual]
+        divides = size % math.prod(mesh.shape[name] for name in rest) == 0
+        entries.append(_entry([*done, *rest] if divides else done))
     return PartitionSpec(*entries)
 
 

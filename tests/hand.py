@@ -36,6 +36,7 @@ class Hand:
             lambda bucket, subgroup: [f"w{bucket}"],
             lambda bucket, leaf: f"w{bucket}",
             settings.pop("foreign", ForeignParams.WATCH),
+            spans=settings.pop("spans", False),
             first_serial=1,
         )
 

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from jax_mlp_offload import errors
-from jax_mlp_offload.operations import DOOM_GRACE_S, QUIET_GRACE_S
+from jax_mlp_offload.operations import DOOM_GRACE_S, QUIET_GRACE_OF_SEVERAL_S
 from jax_mlp_offload.placement import TierSpec
 from jax_mlp_offload.scheduler import Scheduler
 from jax_mlp_offload.types import (
@@ -504,7 +504,7 @@ class Simulation:
         expected = len(self.world.optimizers[call.optimizer]) * self.world.devices
         waited_s = self.now_s - min(c.arrived_s for c in mine)
         quiet_s = self.now_s - max(c.arrived_s for c in mine)
-        met = len({c.device for c in mine}) == self.world.devices and quiet_s >= QUIET_GRACE_S * 0.999
+        met = len({c.device for c in mine}) == self.world.devices and quiet_s >= QUIET_GRACE_OF_SEVERAL_S * 0.999
         self._check(
             self.world.devices == 1 or len(mine) == expected or met or waited_s >= DOOM_GRACE_S * 0.999,
             "a device fails before the others came",

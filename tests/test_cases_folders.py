@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jax_mlp_offload as jmo
+from jax_mlp_offload import driver, exclusive
 from jax_mlp_offload.backends import folder
 from jax_mlp_offload.backends.folder import Folder
 from tests.processes import finish, start_python
@@ -90,10 +91,16 @@ def test_d6_leftovers_and_two_processes_in_one_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_d6_a_forked_child_does_not_keep_what_a_killed_parent_left(tmp_path):
+def test_d6_a_forked_child_does_not_keep_what_a_killed_parent_left(tmp_path, monkeypatch):
+    """Lock files of turns in a directory of their own, so that tests in other processes are not met."""
+    tier, turns = tmp_path / "tier", tmp_path / "turns"
+    turns.mkdir()
+    monkeypatch.setattr(exclusive, "_directory", lambda: turns)
     process = start_python(
         """
-        import time
+        import pathlib, time
+        from jax_mlp_offload import exclusive
+        exclusive._directory = lambda: pathlib.Path(sys.argv[2])
         store = jmo.Store(sys.argv[1], exclusive=True)
         warnings.simplefilter("ignore")  # of JAX, that it does not survive a fork
         child = os.fork()
@@ -103,15 +110,16 @@ def test_d6_a_forked_child_does_not_keep_what_a_killed_parent_left(tmp_path):
             os.closerange(0, 3)  # the pipes, which end with the parent
         time.sleep(600)
         """,
-        tmp_path,
+        tier,
+        turns,
     )
     child = int(process.stdout.readline())
     try:
         process.kill()
         process.communicate(timeout=30)
-        assert len(list(tmp_path.iterdir())) == 1
-        with jmo.Store(tmp_path) as store:
-            assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(tier.iterdir())) == 1
+        with jmo.Store(tier) as store:
+            assert len(list(tier.iterdir())) == 1
             assert "alone" in store.stats()["tiers"][0]["exclusive"]["why"]
     finally:
         os.kill(child, signal.SIGKILL)
@@ -136,14 +144,15 @@ def test_d6_folders_of_other_machines(tmp_path, monkeypatch):
         assert (own / "lock").read_text() == folder.boot_id()
 
     # the living renew theirs
-    kept = Folder(jmo.File(tmp_path))
-    os.utime(kept.path / "lock", (0, 0))
-    kept.renew()
-    assert (kept.path / "lock").stat().st_mtime == 0  # not yet an hour
-    monkeypatch.setattr(folder, "_RENEWED_S", 0.0)
-    kept.renew()
-    assert time.time() - (kept.path / "lock").stat().st_mtime < 60
-    kept.close()
+    monkeypatch.setattr(driver, "_RENEWAL_S", 0.1)
+    with jmo.Store(tmp_path) as store:
+        (own,) = set(tmp_path.iterdir()) - {tmp_path / "jmo-other"}
+        os.utime(own / "lock", (0, 0))
+        until_s = time.monotonic() + 60
+        while (own / "lock").stat().st_mtime == 0:  # though nothing is asked of the store
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        store.stats()
 
 
 def test_d6_five_runs_in_a_row(tmp_path):

@@ -248,3 +248,37 @@ def test_whatever_happens_all_refuse_or_none(starts, events):
             tickets.append(result)
             assert len({book.latest for book in job.ledgers}) == 1 or result == POISON
             assert all(book.broken for book in job.ledgers) == (result == POISON)
+
+
+@given(st.lists(st.integers(1, 100), min_size=2, max_size=3), st.randoms(), st.lists(st.integers(0, 8), max_size=8))
+def test_devices_of_several_processes_go_at_their_own_pace(starts, random, faults):
+    """A device agrees and goes on while others have yet to agree; a failure may come between two operations of a step."""
+    books = [Ledger("adam", 2, (0, 1), spans=True, first=first) for first in starts]
+    lanes = [(process, device) for process in range(len(books)) for device in (0, 1)]
+    tickets = dict.fromkeys(lanes, 0)  # of the state that each device has
+    steps, refused, own = {}, {}, {}
+    for run_id in range(6):
+        fault = faults.pop() if faults else None
+        waiting = [(lane, bucket) for lane in lanes for bucket in (0, 1)]
+        random.shuffle(waiting)
+        here = {lane: 0 for lane in lanes}
+        for lane, bucket in waiting:
+            if here[lane] == 0 and run_id:  # it agrees on the last step before it begins this one
+                tickets[lane] = max(own.values())
+                books[lane[0]].agree(lane[1], own[lane[0]], tickets[lane])
+            here[lane] += 1
+            step = steps.setdefault((lane[0], run_id), books[lane[0]].admit(bucket, lane[1], run_id, tickets[lane]))
+            refused[lane[0], run_id] = step.doomed is not None
+            if fault is not None and sum(here.values()) == fault + 1 and not refused[lane[0], run_id]:
+                books[lane[0]].broken = books[lane[0]].broken or "a record could not be read"
+                step.failed = True
+        assert len({refused[process, run_id] for process in range(len(books))}) == 1
+        if refused[0, run_id]:
+            assert all(ticket == POISON for ticket in tickets.values())
+            return
+        own = {
+            process: POISON if steps[process, run_id].failed else steps[process, run_id].serial
+            for process in range(len(books))
+        }
+        if run_id:
+            assert len(set(own.values()) - {POISON}) <= 1, "after the first step all count alike"

@@ -45,8 +45,8 @@ def test_specs_are_taken_from_the_params(explicit):
     mesh = make_mesh(8, explicit)
     with jax.set_mesh(mesh), jmo.Store() as store:
         new, state = train(jmo.adamw(1e-2, store=store), params, grads, mesh)
-        # sharded leaves are stored once, replicated ones on each of the four devices
-        assert store.stats()["record_bytes_total"] < 8 * (1024 * 48 + 48 * 512) + 8 * 4 * 4096 * 4
+        elements = sum(leaf.size for leaf in params.values())
+        assert store.stats()["record_bytes_total"] <= 1.02 * 8 * elements + 8 * 4096 * 2  # each once, in whole pages
         expected, _ = run_reference(optax.adamw(1e-2), params, grads)
         assert_close(new, expected)
         assert int(state.count) == 3

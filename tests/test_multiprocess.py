@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import jax_mlp_offload as jmo
 from tests.peers import end, run_peers, start_peers
 
 MODEL = """
@@ -13,10 +14,11 @@ import errno, time
 from jax_mlp_offload import native
 mesh = mesh_of(data=2, fsdp=processes * devices // 2)
 rng = np.random.default_rng(0)
-params = {f"w{i}": np.asarray(rng.normal(size=(256, 256)) / 16, np.float32) for i in range(6)}
-params |= {"norm": np.ones((256,), np.float32)}
+WIDTH = 512  # makes several ops a device
+params = {f"w{i}": np.asarray(rng.normal(size=(WIDTH, WIDTH)) / 22, np.float32) for i in range(6)}
+params |= {"norm": np.ones((WIDTH,), np.float32)}
 specs = {k: P("fsdp", None) if k != "norm" else P() for k in params}
-x = shard(np.asarray(rng.normal(size=(32, 256)), np.float32), mesh, P("fsdp"))
+x = shard(np.asarray(rng.normal(size=(32, WIDTH)), np.float32), mesh, P("fsdp"))
 
 def loss(p, x):
     for w in p.values():
@@ -101,7 +103,7 @@ def test_a_failure_in_one_process_is_raised_by_all_in_the_next_update(tmp_path):
     code = (
         MODEL
         + """
-with jmo.Store(args[0], host_memory="500KB", subgroup_elements=8192) as store:
+with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
     tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
     step = make_step(tx)
     p = shard(params, mesh, specs)
@@ -109,16 +111,15 @@ with jmo.Store(args[0], host_memory="500KB", subgroup_elements=8192) as store:
     for _ in range(3):
         p, s, *_ = jax.block_until_ready(step(p, s, x))
     store.flush()
+    assert step.lower(p, s, x).as_text().count("jmo_update") > 1
     if process == 1:
         native.inject_fault(args[0], is_write=False, error_number=errno.EIO)
     # the step itself ends well everywhere, and its collectives with it
     p2, s2, *_ = jax.block_until_ready(step(p, s, x))
     assert int(s2.ticket.addressable_data(0)[0]) == 2**32 - 1
     print("\\nTOLD", refused(store.flush))
-    begun = time.monotonic()
     print("\\nTOLD", refused(lambda: step(p2, s2, x)))
     print("\\nTOLD", refused(lambda: step(p, s, x)))  # the state before the failure is no longer there
-    assert time.monotonic() - begun < 30
     native.clear_faults()
     s = jax.jit(tx.init)(p)
     for _ in range(2):
@@ -142,29 +143,31 @@ with jmo.Store() as other:
 
 
 def test_what_only_one_process_knows_is_made_known_before_anyone_raises(tmp_path):
-    """A write that fails once its step is over: the next step hands back old params, the one after is refused by all."""
+    """What fails once its step is over: the next step hands back old params, the one after is refused by all."""
     code = (
         MODEL
         + """
-with jmo.Store(args[0], host_memory="500KB", subgroup_elements=8192) as store:
+with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
     tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
     step = make_step(tx)
     p = shard(params, mesh, specs)
     s = jax.jit(tx.init)(p)
+    for _ in range(2):
+        p, s, *_ = jax.block_until_ready(step(p, s, x))
+    store.flush()
+    scheduler = store.engine.scheduler
+    if process == 1:  # as when a write fails for good with nobody waiting for it
+        fail = scheduler._operations.fail
+        store.engine.driver.call(lambda: fail(scheduler.instances[0], jmo.OffloadError("errno 28")), 10)
+    before = host(p)
+    p, s, *_ = jax.block_until_ready(step(p, s, x))
+    assert int(s.ticket.addressable_data(0)[0]) == 2**32 - 1
     if process == 1:
-        native.inject_fault(args[0], is_write=True, min_delay_s=1.0, max_delay_s=1.0, error_number=errno.ENOSPC)
-    tickets = []
-    for number in range(8):
-        try:
-            before, (p, s, *_) = p, jax.block_until_ready(step(p, s, x))
-        except Exception as error:
-            print("\\nTOLD", tickets, error)
-            break
-        tickets.append(int(s.ticket.addressable_data(0)[0]) == 2**32 - 1)
+        assert_bits_equal([a[0] for a in host(p).values()][1:], [a[0] for a in before.values()][1:])
     print("\\nTOLD", refused(store.flush))
-    native.clear_faults()
+    print("\\nTOLD", refused(lambda: step(p, s, x)))
     store._close_quietly()
-with jmo.Store(args[0], host_memory="500KB", subgroup_elements=8192) as store:
+with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
     tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
     step = make_step(tx)
     s = jax.jit(tx.init)(p)
@@ -177,9 +180,6 @@ with jmo.Store(args[0], host_memory="500KB", subgroup_elements=8192) as store:
     )
     outputs = run_peers(code, tmp_path)
     told = [lines(output, "TOLD") for output in outputs]
-    for mine in told:
-        assert re.match(r"\[(False, )*True\] ", mine[0]), mine  # poison in the last step that ended, in all
-    assert told[0][0].split("]")[0] == told[1][0].split("]")[0]
     assert all("failed in another process" in text for text in told[0])
     assert all("errno 28" in text for text in told[1])
     stale = [lines(output, "STALE")[0] for output in outputs]
@@ -188,11 +188,11 @@ with jmo.Store(args[0], host_memory="500KB", subgroup_elements=8192) as store:
 
 
 def test_a_process_that_dies_takes_the_others_with_it(tmp_path):
-    """JAX's runtime ends them; nobody hangs, and no folder is left for ever."""
+    """JAX's runtime ends them; nobody hangs, and the next one that starts there removes what they left."""
     code = (
         MODEL
         + """
-store = jmo.Store(args[0], host_memory="500KB", subgroup_elements=8192)
+store = jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384)
 tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
 step = make_step(tx)
 p = shard(params, mesh, specs)
@@ -211,3 +211,6 @@ for number in range(1000):
         assert first.returncode != 0, out + err
     finally:
         end([first, second])
+    assert len(list(tmp_path.iterdir())) == 2
+    with jmo.Store(tmp_path):
+        assert len(list(tmp_path.iterdir())) == 1

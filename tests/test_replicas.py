@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 
 import jax
@@ -205,18 +204,25 @@ def test_gradients_of_several_dtypes_in_one_pack():
         assert_close(jmo.read_masters(state, new), masters)
 
 
-def test_no_epsilon_and_no_gradient():
-    """0 / 0 where a gradient is zero, as in optax; what fills up a share fares as its neighbour and alarms nobody."""
-    mesh, specs = mesh_of(data=8), {"w": P()}
-    params = make_params({"w": (13,)}, BF16)
-    grads = record_gradients(params, 4)
-    with jmo.Store() as store, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tx = jmo.adam(1e-2, eps=0.0, store=store, mesh=mesh, param_specs=specs)
-        new, state = train(tx, params, grads, mesh, specs)
-        assert store.stats()["adopted_steps"] == 0
-        masters, _ = run_reference(optax.adam(1e-2, eps=0.0), params, grads)
-        assert_close(jmo.read_masters(state, new), masters)
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_what_fills_up_a_share_alarms_nobody(eps, dtype):
+    """9 elements for 4 replicas: the last share is all filling, whatever becomes of the elements in front of it."""
+    mesh, specs = mesh_of(data=4), {"x": P(), "z": P()}
+    params = make_params({"x": (8,), "z": (1,)}, dtype)
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, eps=eps, weight_decay=0.1, store=store, mesh=mesh, param_specs=specs)
+        step = make_step(tx)
+        for seed in range(6):
+            grads = [shard(grad, mesh, specs) for grad in record_gradients(params, 10, seed)]
+            new = shard(params, mesh, specs)
+            new, state = advance(step, new, jax.jit(tx.init)(new), grads[:5], store)
+            assert store.stats()["adopted_steps"] == seed
+            new = {**new, "x": jnp.zeros_like(new["x"])}  # once; to see it twice would be an error
+            with pytest.warns(jmo.ForeignParamsWarning, match="adopted"):
+                new, state = advance(step, new, state, grads[5:], store)
+            assert store.stats()["adopted_steps"] == seed + 1
+            assert bool(jnp.isfinite(new["z"].astype(jnp.float32)).all())
 
 
 def test_replaced_params_of_a_pack_are_adopted_and_named():
@@ -309,11 +315,23 @@ def test_explicit_and_mixed_axes(kinds, told):
         assert store.stats()["record_bytes_total"] < 1.05 * 8 * ELEMENTS
 
 
-@pytest.mark.parametrize("manual", [("data", "fsdp", "tensor"), ("data",), ("fsdp", "tensor")], ids="+".join)
-@pytest.mark.parametrize("explicit", [False, True])
-def test_inside_a_shard_map(manual, explicit):
+ORDER = {**CUBE_SPECS, "embed": P(("fsdp", "data")), "out": P(None, ("tensor", "fsdp", "data"))}
+
+
+@pytest.mark.parametrize(
+    ("manual", "specs", "explicit"),
+    [
+        (("data", "fsdp", "tensor"), CUBE_SPECS, False),
+        (("data",), CUBE_SPECS, True),
+        (("fsdp", "tensor"), CUBE_SPECS, False),
+        (("data",), ORDER, False),
+        (("data", "fsdp"), ORDER, False),
+    ],
+    ids=["all", "explicit", "some", "inner axis", "inner axes"],
+)
+def test_inside_a_shard_map(manual, specs, explicit):
     """All of its axes manual, or some: specs over the whole mesh tell who holds replicas. Init sees whole leaves."""
-    mesh = mesh_of(explicit, **CUBE)
+    mesh, whole = mesh_of(explicit, **CUBE), specs
     params = make_params(SHAPES)
     grads = record_gradients(params, 3)
 
@@ -321,9 +339,9 @@ def test_inside_a_shard_map(manual, explicit):
         entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
         return P(*(tuple(axis for axis in entry if axis in manual) or None for entry in entries))
 
-    inside = {name: kept(spec) for name, spec in CUBE_SPECS.items()}
+    inside = {name: kept(spec) for name, spec in whole.items()}
     with jmo.Store() as store:
-        tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=CUBE_SPECS)
+        tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=whole)
 
         def step(params, state, grads):
             updates, state = tx.update(grads, state, params)
@@ -331,10 +349,10 @@ def test_inside_a_shard_map(manual, explicit):
 
         specs = {"in_specs": (inside, P(), inside), "out_specs": (inside, P())}
         step = jax.jit(jax.shard_map(step, mesh=mesh, axis_names=set(manual), check_vma=False, **specs))
-        new = shard(params, mesh, CUBE_SPECS)
+        new = shard(params, mesh, whole)
         state = jax.jit(tx.init)(new)
         for grad in grads:
-            new, state = step(new, state, shard(grad, mesh, CUBE_SPECS))
+            new, state = step(new, state, shard(grad, mesh, whole))
         expected, reference = run_reference(optax.adamw(1e-2), params, grads)
         assert_close(new, expected)
         assert_close(jmo.read_state(state), reference)
@@ -363,6 +381,55 @@ def test_inside_a_shard_map_of_which_nothing_is_known():
         state = tx.init({"w": jax.ShapeDtypeStruct((32, 8), jnp.float32)})
         with pytest.raises(ValueError, match="leaves other axes automatic"):
             jax.eval_shape(some, params, state)
+
+
+def test_inside_a_shard_map_over_one_device():
+    mesh = mesh_of(data=1)
+    params = make_params({"w": (64, 8)})
+    with jmo.Store() as store:
+        tx = jmo.adamw(1e-2, store=store)
+        specs = {"in_specs": (P(), P(), P()), "out_specs": (P(), P()), "check_vma": False}
+        step = jax.jit(jax.shard_map(lambda g, s, p: tx.update(g, s, p), mesh=mesh, **specs))
+        state = tx.init(params)
+        for grad in record_gradients(params, 3):
+            updates, state = step(grad, state, params)
+        jax.block_until_ready(updates)
+        assert (store.stats()["steps"], store.stats()["records"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"param_specs": {"w": P(("data", "data"))}}, "names an axis twice"),
+        ({"param_specs": {"w": P("data", "data")}}, "names an axis twice"),
+        ({"param_specs": {"w": P()}}, "sharded as .*'data'.*but param_specs= says"),
+        ({"mesh": (8,), "param_specs": {"w": P("data")}}, "mesh= is .*give a jax.sharding.Mesh"),
+        ({"mesh": mesh_of(data=8).abstract_mesh, "param_specs": P()}, "mesh= is .*give a jax.sharding.Mesh"),
+        ({"mesh": mesh_of(fsdp=8), "param_specs": NamedSharding(mesh_of(data=8), P("data"))}, "lie on one mesh"),
+        ({"mesh": mesh_of(data=4), "param_specs": None}, "the params lie on"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_init(given, message):
+    mesh = mesh_of(data=8)
+    params = shard({"w": np.ones((16, 8), np.float32)}, mesh, {"w": P("data")})
+    with jmo.Store() as store, pytest.raises((ValueError, TypeError), match=message):
+        jmo.adam(1e-2, store=store, **{"mesh": mesh, **given}).init(params)
+
+
+def test_a_mesh_with_axes_of_another_type_is_the_same_mesh():
+    params = shard({"w": np.ones((16, 8), np.float32)}, mesh_of(data=8), {"w": P("data")})
+    with jmo.Store() as store:
+        tx = jmo.adam(1e-2, store=store, mesh=mesh_of(explicit=True, data=8), param_specs={"w": P("data")})
+        tx.init(params)
+
+
+def test_the_state_before_the_first_update_lies_as_the_params():
+    mesh = mesh_of(**CUBE)
+    params = shard(make_params(SHAPES), mesh, CUBE_SPECS)
+    with jmo.Store() as store:
+        state = jmo.read_state(jmo.adamw(1e-2, store=store).init(params))
+        for name, moment in state[0].mu.items():
+            assert moment.sharding.is_equivalent_to(params[name].sharding, moment.ndim)
 
 
 def test_shardings_of_the_state_by_tree_map_params():

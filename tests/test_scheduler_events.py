@@ -8,7 +8,7 @@ import pytest
 
 from jax_mlp_offload import errors
 from jax_mlp_offload.instances import ForeignParams
-from jax_mlp_offload.operations import QUIET_GRACE_S
+from jax_mlp_offload.operations import DOOM_GRACE_S, QUIET_GRACE_OF_SEVERAL_S, QUIET_GRACE_S
 from jax_mlp_offload.placement import TierSpec
 from jax_mlp_offload.scheduler import STALL_GRACE_S, Scheduler
 from jax_mlp_offload.types import POISON, Life, Write
@@ -92,15 +92,20 @@ def test_a_device_that_did_not_see_the_poison_joins_the_refused_step():
     assert hand.ended_with([first, second]) == ["tier 't0' is gone"] * 2
 
 
-def test_a_refused_step_that_never_becomes_whole_fails_in_the_end():
-    hand = Hand(devices=2, buckets=2, slots=2)
+@pytest.mark.parametrize(
+    ("devices", "spans", "grace_s"),
+    [(1, False, QUIET_GRACE_S), (2, False, QUIET_GRACE_OF_SEVERAL_S), (1, True, DOOM_GRACE_S), (2, True, DOOM_GRACE_S)],
+)
+def test_a_refused_step_that_never_becomes_whole_fails_in_the_end(devices, spans, grace_s):
+    """Where other processes take part, they may need this one's collectives until their operations come."""
+    hand = Hand(devices=devices, buckets=2, slots=2, spans=spans)
     ticket = hand.step()
     hand.step(ticket)
     run = next(hand.runs)
-    requests = [hand.arrive(0, device, ticket, run) for device in range(2)]
-    assert hand.ended_with(requests) == [None, None]
+    requests = [hand.arrive(0, device, ticket, run) for device in range(devices)]
+    assert hand.ended_with(requests) == [None] * devices
     next_s = hand.scheduler.next_tick_s()
-    assert next_s == pytest.approx(QUIET_GRACE_S)
+    assert next_s == pytest.approx(grace_s)
     hand.scheduler.tick(next_s)
     hand.take()
     assert all("has ticket 1, but the latest is 2" in message for message in hand.ended_with(requests))
@@ -282,3 +287,51 @@ def test_foreign_params_policies():
     hand = Hand(buckets=2, slots=2, foreign=ForeignParams.ERROR)
     assert "are not what the last update left" in str(hand.step(hand.step(), adopt=True))
     assert isinstance(hand.instance.error, errors.ForeignParamsError)
+
+
+# -- several processes
+
+
+def agree(hand, mine, ticket):
+    for device in range(hand.devices):
+        hand.scheduler.agreed(0, device, mine, ticket, hand.now_s)
+    hand.take()
+
+
+def test_a_failure_in_another_process_is_known_at_once():
+    hand = Hand(devices=2, buckets=2, slots=2, spans=True)
+    first = hand.step()
+    agree(hand, first, first + 100)
+    second = hand.step(first + 100)
+    assert second == first + 101
+    assert hand.instance.error is None
+    agree(hand, second, POISON)
+    assert "failed in another process" in str(hand.instance.error)
+    assert "failed in another process" in hand.step(POISON)
+    fresh = hand.step()
+    assert isinstance(fresh, int)
+    assert hand.instance.error is None
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_this_process_alone_knows_ends_by_poison(devices):
+    """The others would wait for it in a collective; they refuse the step after together with it."""
+    hand = Hand(devices=devices, buckets=2, slots=2, spans=True)
+    first = hand.step()
+    agree(hand, first, first)
+    hand.scheduler.fail_all(errors.TierError("tier 't0' is gone"))
+    assert hand.step(first) == POISON
+    agree(hand, POISON, POISON)
+    assert hand.step(POISON) == "tier 't0' is gone"
+    # a replay that all see is refused by all, broken or not
+    assert hand.step(first + 77) == "tier 't0' is gone"
+
+
+def test_misuse_found_by_one_kernel_does_not_raise_on_a_lone_device():
+    """Without other processes it would, in the step itself."""
+    for spans in (False, True):
+        hand = Hand(devices=1, buckets=1, slots=1, spans=spans, foreign=ForeignParams.ERROR)
+        ticket = hand.step()
+        agree(hand, ticket, ticket)
+        result = hand.step(ticket, adopt=True)
+        assert (result == POISON) if spans else ("16-bit params" in result)

@@ -69,6 +69,9 @@ class Backend(abc.ABC):
     def phase_begins(self, now_s: float) -> None:  # noqa: B027 (most have nothing to do here)
         """An update phase begins."""
 
+    def renew(self) -> None:  # noqa: B027
+        """Its process lives; called every few minutes."""
+
     def moved(self, size_bytes: int) -> None:  # noqa: B027
         """A transfer ended well."""
 

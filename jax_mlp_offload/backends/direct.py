@@ -45,10 +45,13 @@ class DirectBackend(Backend):
 
     def phase_begins(self, now_s: float) -> None:
         """See :class:`Backend`."""
-        self._folder.renew()
         if self._turns.phase(now_s) != self._in_turns:
             self._in_turns = self._turns.on
             self._engine.set_exclusive(self._number, self._in_turns)
+
+    def renew(self) -> None:
+        """See :class:`Backend`."""
+        self._folder.renew()
 
     def moved(self, size_bytes: int) -> None:
         """See :class:`Backend`."""

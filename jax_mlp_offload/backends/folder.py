@@ -6,7 +6,7 @@ It is laid out so:
    process lives; the kernel frees it however the process ends. In it stands the machine's boot.
 2. At start-up folders whose lock is free are leftovers of dead processes and are removed. One of another machine (or of
    this one before it was started anew) also has to be a day old: on some parallel file systems a lock is seen on its own
-   machine only. The living renew their lock's time every hour.
+   machine only. The living renew their lock's time.
 3. ``<folder>/<optimizer>/b<bucket>.d<device>/`` is a Zarr v3 array of uint8 ``[subgroups, record_bytes]`` with one
    uncompressed chunk a subgroup: the chunk file ``c/<subgroup>/0`` is the record, byte for byte.
 4. A record that is written to a tier takes over the file of a record of the same size that has moved on, if there is
@@ -34,7 +34,6 @@ from jax_mlp_offload.tiers import File
 _log = logging.getLogger("jax_mlp_offload")
 _PREFIX = "jmo-"
 _UNBORN_S = 60.0  # a folder that was not locked within this time never will be
-_RENEWED_S = 3600.0
 _EXPIRED_S = 86400.0
 
 
@@ -72,20 +71,16 @@ class Folder:
                 "on a file system that has locks",
                 str(root),
             ) from error
-        self._renewed_s = time.monotonic()
         self._owner: dict[tuple[str, int], pathlib.Path] = {}
         self._spare: dict[int, dict[pathlib.Path, None]] = {}  # by size; ordered sets
         self._unmade: dict[str, tuple[int, int]] = {}  # arrays that could not be made yet
 
     def renew(self) -> None:
-        """Says that its process lives; to be called now and then."""
-        now_s = time.monotonic()
-        if self._lock < 0 or now_s - self._renewed_s < _RENEWED_S:
-            return
-        self._renewed_s = now_s
+        """Says that its process lives; to be called at least every hour."""
         try:
-            os.utime(self._lock)
-        except OSError as error:  # the next hour tries again; its transfers tell if it is gone for good
+            if self._lock >= 0:
+                os.utime(self._lock)
+        except OSError as error:  # the next time may do; its transfers tell if it is gone for good
             _log.warning("tier %r: the time of its lock was not renewed: %s", self.tier.name, error)
 
     @property
