@@ -69,7 +69,7 @@ class DeviceCache:
         self._over: OrderedDict[int, Record] = OrderedDict()
         self._due: OrderedDict[int, Record] = OrderedDict()
         self._idle: OrderedDict[int, Record] = OrderedDict()
-        self._begun: dict[int, deque[int]] = {}  # serials of each optimizer's last steps here
+        self._begun: dict[int, deque[int]] = {}  # each optimizer's last steps here, by their order
         self._to_come: dict[int, int] = {}  # operations that the step of each optimizer still lacks
         self._backwards = False
         self._open_ops = 0
@@ -92,24 +92,24 @@ class DeviceCache:
 
     # -- steps and operations
 
-    def has_begun(self, instance: int, serial: int) -> bool:
+    def has_begun(self, instance: int, step: int) -> bool:
         """Whether this step of the optimizer, or a later one, has begun on this device."""
         begun = self._begun.get(instance)
-        return begun is not None and begun[-1] >= serial
+        return begun is not None and begun[-1] >= step
 
-    def begin_turn(self, instance: int, serial: int, buckets: list[list[Record]], reads: bool, now_s: float) -> None:
+    def begin_turn(self, instance: int, step: int, buckets: list[list[Record]], reads: bool, now_s: float) -> None:
         """The first operation of a new step of an optimizer starts: its records are due again.
 
         Args:
           instance: the optimizer.
-          serial: the step.
+          step: its place in the order of all steps.
           buckets: its records on this device.
           reads: whether the step wants what is stored.
           now_s: the time.
         """
         if not self.slots:
             raise RuntimeError(f"device {self.ordinal} has no slots")
-        self._begun.setdefault(instance, deque(maxlen=IDLE_STEPS)).append(serial)
+        self._begun.setdefault(instance, deque(maxlen=IDLE_STEPS)).append(step)
         self._to_come[instance] = len(buckets)
         self._backwards = self.order is Order.ALTERNATING and not self._backwards
         self._learn(now_s)
@@ -170,7 +170,7 @@ class DeviceCache:
         key = (0, 0, 0)
         if self.order is not Order.RESIDENT_FIRST:
             sign = -1 if self._backwards else 1
-            key = (operation.serial, sign * record.bucket, sign * record.subgroup)
+            key = (operation.order, sign * record.bucket, sign * record.subgroup)
         heapq.heappush(self._asked, (key, next(self._numbers), record, operation))
 
     @property

@@ -27,6 +27,7 @@ from jax_mlp_offload.types import POISON
 MAX_OPEN_STEPS = 64
 _STARTS = 2**31  # starts lie below, so that as many steps are left to each
 _started = itertools.count(secrets.randbelow(_STARTS))
+_begun = itertools.count(1)
 ELSEWHERE = "its update failed in another process, whose own message says why"
 
 
@@ -42,6 +43,7 @@ class Step:
     serial: int
     ticket: int
     run_id: int
+    order: int  # among the steps of all optimizers of this process, in which they began
     arrived: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     completed: int = 0
     came_s: dict[int, float] = dataclasses.field(default_factory=dict)  # when each device's last operation came
@@ -138,7 +140,7 @@ class Ledger:
             self._open.remove(step)
 
     def _begin(self, key: tuple[int, int], run_id: int, ticket: int) -> Step:
-        step = Step(self._next, ticket, run_id)
+        step = Step(self._next, ticket, run_id, next(_begun))
         self._next += 1
         last = self._last.get(key, 0)
         if ticket == 0:

@@ -53,7 +53,7 @@ class Operations:
 
     def others_run(self, operation: Operation) -> bool:
         """Whether an operation of another step was started and has not ended."""
-        return any(other.started and other.serial != operation.serial for other in self._open.values())
+        return any(other.started and other.order != operation.order for other in self._open.values())
 
     # -- arrival
 
@@ -71,7 +71,7 @@ class Operations:
             owner.start_afresh()
         if step.failed and owner.ledger.broken is not None and owner.error is None:
             owner.error = errors.StaleTicketError(owner.ledger.broken)
-        operation = Operation(request, instance, bucket, device, step.serial, skip=skip, fresh=ticket == 0)
+        operation = Operation(request, instance, bucket, device, step.serial, step.order, skip=skip, fresh=ticket == 0)
         self._open[request] = operation
         self._steps[request] = step
         self._devices[device].op_arrived(self.now_s)
@@ -286,7 +286,7 @@ class Operations:
 
     def _raise_together(self, operation: Operation) -> None:
         """Raises what is to be raised at once, when every kernel of the step is done: XLA then takes its buffers."""
-        step = [op for op in self._open.values() if op.serial == operation.serial]
+        step = [op for op in self._open.values() if op.order == operation.order]
         together = [op for op in step if op.failed and not op.poisoned]
         if together and not any(op.updating or op.handing_back for op in step):
             for op in together:

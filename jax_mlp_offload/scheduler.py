@@ -261,14 +261,14 @@ class Scheduler:
         owner = self.instances[operation.instance]
         if self._operations.begins_step(operation):
             self._expect_writes(owner, operation)
-        if not cache.has_begun(operation.instance, operation.serial):
+        if not cache.has_begun(operation.instance, operation.order):
             buckets = [owner.records[bucket, operation.device] for bucket in range(owner.buckets)]
             reads = not operation.skip and not operation.fresh
-            cache.begin_turn(operation.instance, operation.serial, buckets, reads, self._operations.now_s)
+            cache.begin_turn(operation.instance, operation.order, buckets, reads, self._operations.now_s)
         records = owner.records[operation.bucket, operation.device]
         cache.came(records, operation.instance, operation.bucket)
         for record in records:
-            record.asked = operation.serial
+            record.asked = operation.order
             record.void = record.void or operation.fresh
             if not operation.skip:
                 cache.ask(record, operation)

@@ -52,6 +52,7 @@ class Operation:
     bucket: int
     device: int
     serial: int
+    order: int  # of its step among all steps
     skip: bool = False  # leave the state alone and hand back
     fresh: bool = False  # ticket 0: nothing stored counts
     started: bool = False  # else it waits for an older operation on the same records

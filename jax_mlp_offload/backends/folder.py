@@ -2,8 +2,8 @@
 
 It is laid out so:
 
-1. ``<path>/jmo-<random>/`` is this process's own (mode 0700). It holds ``lock``, on which an flock lies as long as the
-   process lives; the kernel frees it however the process ends. In it stands the machine's boot.
+1. ``<path>/jmo-<boot>-<random>/`` is this process's own (mode 0700). It holds ``lock``, on which an flock lies as long as
+   the process lives; the kernel frees it however the process ends. ``<boot>`` tells the machine since it was started.
 2. At start-up folders whose lock is free are leftovers of dead processes and are removed. One of another machine (or of
    this one before it was started anew) also has to be a day old: on some parallel file systems a lock is seen on its own
    machine only. The living renew their lock's time.
@@ -53,11 +53,10 @@ class Folder:
             root.mkdir(mode=0o700, exist_ok=True)
             _remove_leftovers(root)
             # under another name until it is locked: else a process that starts now would take it for a leftover
-            new = root / f".new-{_PREFIX}{secrets.token_hex(8)}"
+            new = root / f".new-{_PREFIX}{_boot()}-{secrets.token_hex(8)}"
             new.mkdir(mode=0o700)
             self._lock = os.open(new / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(self._lock, boot_id().encode())
             self.path = new.rename(root / new.name.removeprefix(".new-"))
         except OSError as error:
             if new is not None:
@@ -179,21 +178,24 @@ def _remove_leftovers(root: pathlib.Path) -> None:
         except OSError:
             continue  # in use
         else:
-            if _is_over(lock):
+            if _is_over(folder, lock):
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
 
 
-def _is_over(lock: int) -> bool:
+def _is_over(folder: pathlib.Path, lock: int) -> bool:
     """Whether a folder whose lock is free here is nobody's."""
-    boot = os.pread(lock, 64, 0).decode("ascii", "replace")
-    return boot in ("", boot_id()) or time.time() - os.fstat(lock).st_mtime > _EXPIRED_S
+    return f"{_PREFIX}{_boot()}-" in folder.name or time.time() - os.fstat(lock).st_mtime > _EXPIRED_S
 
 
 def boot_id() -> str:
     """Tells this machine, since it was started, from all others."""
     return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _boot() -> str:
+    return boot_id().partition("-")[0]
 
 
 def _age_s(folder: pathlib.Path) -> float:
