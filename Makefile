@@ -4,7 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(shell find ffi -type f) CMakeLists.txt
+EXTRAS ?= dev
 CPP_JOBS ?= 2
+PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
 
 .PHONY: pretrain test pytest cpp-test sanitize lint format bench clean
@@ -14,8 +16,9 @@ pretrain: $(READY)
 
 test: cpp-test sanitize pytest
 
+# In PYTEST_JOBS processes, each with servers of its own; 0 runs all tests in one.
 pytest: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 cpp-test: $(READY)
 	$(call cpp,build/cpp,)
@@ -44,7 +47,7 @@ bench: $(READY)
 $(READY): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:

@@ -73,9 +73,10 @@ class Child:
         ended.put(self)
 
     def stop(self) -> None:
-        """Tells it to end after the step."""
-        self.told_to_stop = True
-        self.process.send_signal(signal.SIGTERM)
+        """Tells it, once, to end after the step."""
+        if not self.told_to_stop:
+            self.told_to_stop = True
+            self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends it where it stands, if it has not ended."""
@@ -94,6 +95,14 @@ class Child:
         return "failed", how + (f": {others[-1]}" if others else "")
 
 
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def run(arguments: Sequence[str], processes: int, *, program: Sequence[str] = PROGRAM, grace_s: float = GRACE_S) -> int:
     """Runs the program in several processes.
 
@@ -109,19 +118,24 @@ def run(arguments: Sequence[str], processes: int, *, program: Sequence[str] = PR
     ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
     children: list[Child] = []
     with _signals_passed_on(children) as interrupted, contextlib.ExitStack() as cleanup:
-        coordinator = f"127.0.0.1:{_free_port()}"
+        coordinator = f"127.0.0.1:{free_port()}"
         for index in range(processes):
+            if interrupted:
+                break
             member = ["--coordinator", coordinator, "--num-processes", str(processes), "--process-id", str(index)]
             command = [*program, *arguments, "--processes", "1", *member]
             children.append(Child(index, command, _environment(coordinator)))
             cleanup.callback(children[-1].kill)
         for child in children:
+            if interrupted:
+                child.stop()  # it may have come while this one started
             threading.Thread(target=child.watch, args=(ended,), daemon=True).start()
         order = _wait(children, ended, grace_s)
     well = {0, EXIT_INTERRUPTED} | ({-signal.SIGTERM, -signal.SIGKILL} if interrupted else set())
     failed = [child for child in order if child.process.returncode not in well]
     if not failed:
-        return EXIT_INTERRUPTED if any(child.process.returncode for child in order) else 0
+        whole = len(order) == processes and not any(child.process.returncode for child in order)
+        return 0 if whole else EXIT_INTERRUPTED
     _report(failed, grace_s)
     code = failed[0].process.returncode
     return code if code > 0 else EXIT_FAILED
@@ -178,13 +192,6 @@ def _signals_passed_on(children: Sequence[Child]) -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _environment(coordinator: str) -> dict[str, str]:

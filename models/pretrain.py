@@ -181,25 +181,8 @@ def train(settings: Settings, label: str, out: Path, console: Console, interrupt
     result = Result(label)
     opened = offloaded_optimizer(settings, config, mesh) if label == "jmo" else plain_optimizer(settings)
     with opened as optimizer:
-        state = training.init_state(config, optimizer.tx, mesh, seed=settings.seed, state_dtype=optimizer.state_dtype)
-        step_fn = training.make_train_step(config, optimizer.tx, mesh, state, clip_norm=settings.clip_norm)
         with Reporter(console, out if first else None, label, settings.steps) as reporter:
-            for step in range(settings.steps):
-                if interrupt.requested():
-                    result.interrupted = True
-                    break
-                tokens = corpus.batch(step, batch=settings.batch, seq=settings.seq, seed=settings.seed)
-                began = time.perf_counter()
-                state, loss = jax.block_until_ready(step_fn(state, training.place_batch(tokens, mesh)))
-                result.step_s.append(time.perf_counter() - began)
-                result.losses.append(float(loss))
-                reporter.step(
-                    step + 1,
-                    result.losses[-1],
-                    settings.batch * settings.seq,
-                    result.step_s[-1],
-                    optimizer.traffic(),
-                )
+            state = _steps(settings, config, mesh, corpus, optimizer, reporter, interrupt, result)
         optimizer.flush()
         result.traffic = optimizer.traffic()
         plain_bytes = training.tree_bytes(state.opt_state)
@@ -211,6 +194,33 @@ def train(settings: Settings, label: str, out: Path, console: Console, interrupt
     count = jax.process_count()
     console.print(summary_table(result, params=params, host_memory=optimizer.host_memory, processes=count))
     return result
+
+
+def _steps(
+    settings: Settings,
+    config: Config,
+    mesh: Mesh,
+    corpus: ByteCorpus,
+    optimizer: Optimizer,
+    reporter: Reporter,
+    interrupt: Interrupt,
+    result: Result,
+) -> training.TrainState:
+    """Trains from fresh weights to the last step or an interrupt; fills in `result` and returns the last state."""
+    state = training.init_state(config, optimizer.tx, mesh, seed=settings.seed, state_dtype=optimizer.state_dtype)
+    step_fn = training.make_train_step(config, optimizer.tx, mesh, state, clip_norm=settings.clip_norm)
+    for step in range(settings.steps):
+        if interrupt.requested():
+            result.interrupted = True
+            break
+        tokens = corpus.batch(step, batch=settings.batch, seq=settings.seq, seed=settings.seed)
+        began = time.perf_counter()
+        state, loss = jax.block_until_ready(step_fn(state, training.place_batch(tokens, mesh)))
+        result.step_s.append(time.perf_counter() - began)
+        result.losses.append(float(loss))
+        tokens_a_step = settings.batch * settings.seq
+        reporter.step(step + 1, result.losses[-1], tokens_a_step, result.step_s[-1], optimizer.traffic())
+    return state
 
 
 def _make_folder(out: Path) -> None:

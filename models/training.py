@@ -93,7 +93,7 @@ def init_state(
         return TrainState(params, tx.init(params))
 
     key = jax.random.key(seed)
-    shardings = _state_shardings(jax.eval_shape(init, key), config, mesh)
+    shardings = _state_shardings(jax.eval_shape(init, key), config, tx, mesh)
     state: TrainState = jax.jit(init, out_shardings=shardings)(key)
     return state
 
@@ -164,19 +164,17 @@ def _param_shardings(config: Config, mesh: Mesh) -> Params:
     return shardings
 
 
-def _state_shardings(abstract: TrainState, config: Config, mesh: Mesh) -> TrainState:
-    """Shardings of a state of these shapes: whatever has the params' tree lies as they do, the rest is replicated."""
-    of_params = _param_shardings(config, mesh)
-    structure: Any = jax.tree.structure(abstract.params)
-
-    def like_params(tree: Any) -> bool:
-        return bool(jax.tree.structure(tree) == structure)
-
-    def place(tree: Any) -> Any:
-        return of_params if like_params(tree) else NamedSharding(mesh, PartitionSpec())
-
-    shardings: TrainState = jax.tree.map(place, abstract, is_leaf=like_params)
-    return shardings
+def _state_shardings(abstract: TrainState, config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shardings of a state of these shapes: what the optimizer keeps of each param lies as it does, the rest whole."""
+    params = _param_shardings(config, mesh)
+    opt_state: Any = optax.tree.map_params(
+        tx,
+        lambda _, sharding: sharding,
+        abstract.opt_state,
+        params,
+        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+    )
+    return TrainState(params, opt_state)
 
 
 def _round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -255,8 +255,9 @@ class Transformer(nnx.Module):
         """Returns float32 logits `[batch, seq, vocab]` for integer tokens `[batch, seq]` below `config.vocab`."""
         call = nnx.remat(_call_block) if self.config.remat else _call_block
         # gathered over fsdp first: as it lies, the partitioner could only replicate the looked-up rows
-        self.embed.embedding.set_value(constrain(self.embed.embedding.get_value(), self.mesh, "vocab", None))
-        x = self.embed(tokens.astype(jnp.int32))
+        table = constrain(self.embed.embedding.get_value(), self.mesh, "vocab", None)
+        # widened before its rows are taken, so their gradients are summed in the wide dtype
+        x = jnp.take(table.astype(self.config.compute_dtype), tokens, axis=0)
         for block in self.blocks:
             x = call(block, constrain(x, self.mesh, "batch", None, None))
         logits = constrain(self.head(self.norm(x)), self.mesh, "batch", None, "vocab")

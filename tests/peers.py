@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import textwrap
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
-from tests.processes import finish, start_python
+import pytest
+
+from models.launch import free_port
+from tests.processes import start_python
+
+TIMEOUT_S = 200
+GRACE_S = 10
 
 PRELUDE = """
 process, processes, devices, port, args = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]
@@ -18,12 +24,6 @@ from tests.meshes import *
 """
 
 
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def start_peers(code, *args, processes=2, devices=2):
     """Starts ``code`` in each process; it finds ``process``, ``processes``, ``devices``, ``args`` and tests.meshes."""
     port = free_port()
@@ -32,12 +32,23 @@ def start_peers(code, *args, processes=2, devices=2):
 
 
 def run_peers(code, *args, **options):
-    """Their outputs, once all have ended well."""
+    """Their outputs, once all have ended well; fails with what each of them said.
+
+    One that fails may leave others waiting in a collective: they have ``GRACE_S`` to say why they end, too.
+    """
     started = start_peers(code, *args, **options)
-    try:
-        return [finish(process) for process in started]
-    finally:
-        end(started)
+    with ThreadPoolExecutor(len(started)) as readers:
+        reads = [readers.submit(_read, process) for process in started]
+        try:
+            if wait(reads, TIMEOUT_S, FIRST_EXCEPTION).not_done:
+                wait(reads, GRACE_S)
+            hung = [not read.done() for read in reads]
+        finally:
+            for process in started:
+                process.kill()
+    if all(read.exception() is None for read in reads):
+        return [read.result() for read in reads]
+    pytest.fail("\n".join(_said(*each) for each in zip(range(len(started)), started, hung, reads, strict=True)))
 
 
 def end(started):
@@ -45,3 +56,21 @@ def end(started):
     for process in started:
         process.kill()
         process.communicate()
+
+
+class PeerError(Exception):
+    """A process ended badly; its arguments are all that it wrote."""
+
+
+def _read(process):
+    """Its output, once it has ended well; raises at its end where not, which ends the wait for the others."""
+    out, err = process.communicate()
+    if process.returncode != 0:
+        raise PeerError(out, err)
+    return out
+
+
+def _said(number, process, hung, read):
+    error = read.exception()
+    how = "hangs" if hung else f"ended with {process.returncode}"
+    return "\n".join([f"process {number} {how}:", *(error.args if error else [read.result()])])

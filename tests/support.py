@@ -56,7 +56,23 @@ def run_reference(tx: Any, params: Any, grads: list[Any], state: Any = None) -> 
     """Plain optax under jit on float32 masters, gradients widened. Returns masters and state."""
     masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     widened = [jax.tree.map(lambda g: g.astype(jnp.float32), grad) for grad in grads]
-    return run(tx, masters, widened, state)
+    state = tx.init(masters) if state is None else state
+    step = compile_once(make_step(tx), masters, state, widened[0]) if grads else None
+    for grad in widened:
+        masters, state = step(masters, state, grad)
+    return jax.block_until_ready(masters), state
+
+
+_programs: dict[Any, Any] = {}  # by their text
+
+
+def compile_once(step: Any, *args: Any) -> Any:
+    """The jitted ``step``, compiled unless another test's had the same text: many compare with the same plain optax."""
+    lowered = step.lower(*args)
+    key = lowered.as_text(), lowered.in_tree, lowered.out_tree
+    if key not in _programs:
+        _programs[key] = lowered.compile()
+    return _programs[key]
 
 
 def assert_bits_equal(actual: Any, expected: Any, what: str = "") -> None:

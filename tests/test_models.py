@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import math
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,8 @@ import pytest
 
 from models import mlp, pretrain, report, sharding, training, transformer
 from models.data import ByteCorpus
+from tests.pretraining import TIMEOUT_S, bytes_in, compiled_quickly, metrics_in, pretraining, run_pretrain
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = transformer.Config(
     dim=32, layers=2, heads=4, kv_heads=2, hidden=64, param_dtype=jnp.float32, compute_dtype=jnp.float32
 )
@@ -52,15 +50,10 @@ def library_is_there() -> bool:
     return all(hasattr(library, name) for name in ("Store", "adamw", "OffloadError"))
 
 
-def run_pretrain(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs the program in a process of its own."""
-    command = [sys.executable, "-m", "models.pretrain", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Reads `metrics.jsonl`."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly() -> Iterator[None]:
+    with compiled_quickly():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +128,12 @@ class TestTransformer:
         ],
     )
     def test_presets_have_about_the_size_they_say(self, name: str, low: float, high: float) -> None:
-        config = transformer.preset(name)
-        assert low <= transformer.count_params(config) <= high
-        assert {leaf.dtype for leaf in jax.tree.leaves(transformer.abstract_params(config))} == {np.dtype(jnp.bfloat16)}
+        leaves = jax.tree.leaves(transformer.abstract_params(transformer.preset(name)))
+        assert low <= sum(leaf.size for leaf in leaves) <= high
+        assert {leaf.dtype for leaf in leaves} == {np.dtype(jnp.bfloat16)}
+
+    def test_a_config_says_how_many_params_it_has(self, params: transformer.Params) -> None:
+        assert transformer.count_params(CONFIG) == sum(leaf.size for leaf in jax.tree.leaves(params))
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -234,12 +230,13 @@ class TestData:
 
 class TestPretrain:
     def test_plain_optax_end_to_end_on_two_devices(self, tmp_path: Path) -> None:
-        arguments = ("--optimizer", "optax", "--preset", "tiny", "--steps", "3", "--devices", "2")
-        done = run_pretrain(*arguments, "--batch", "4", "--seq", "32", "--warmup", "1", "--out", tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        assert "1,049,728" in done.stdout
-        metrics = read_metrics(tmp_path)
+        arguments = ("--optimizer", "optax", "--preset", "nano", "--steps", "3", "--devices", "2")
+        code, output, error = run_pretrain(
+            *arguments, "--batch", "4", "--seq", "32", "--warmup", "1", "--out", tmp_path
+        )
+        assert (code, error) == (0, "")
+        assert f"{transformer.count_params(transformer.preset('nano')):,}" in output
+        metrics = metrics_in(tmp_path)
         assert [line["step"] for line in metrics] == [1, 2, 3]
         assert metrics[0]["loss"] == pytest.approx(math.log(256), abs=0.3)
         assert metrics[2]["loss"] < metrics[0]["loss"]
@@ -289,16 +286,14 @@ needs_library = pytest.mark.skipif(not library_is_there(), reason="jax_mlp_offlo
 class TestPretrainOffloaded:
     def test_end_to_end_moves_state_through_two_tiers(self, tmp_path: Path) -> None:
         tiers = [tmp_path / "fast", tmp_path / "slow"]
-        arguments = ("--preset", "tiny", "--steps", "3", "--batch", "2", "--seq", "32", "--warmup", "1")
-        done = run_pretrain(*arguments, "--tier", tiers[0], "--tier", tiers[1], "--out", tmp_path / "out")
-        assert done.returncode == 0, done.stderr
-        metrics = read_metrics(tmp_path / "out")
+        sizes = ("--preset", "nano", "--batch", "2", "--seq", "32", "--warmup", "1")
+        memory = ("--host-memory", "250KB", "--subgroup-elements", "4096")
+        where = ("--tier", tiers[0], "--tier", tiers[1], "--out", tmp_path / "out")
+        assert pretrain.main([*sizes, "--steps", "3", *memory, *map(str, where)]) == 0
+        metrics = metrics_in(tmp_path / "out")
         assert len(metrics) == 3
         assert len(metrics[0]["tiers"]) == 2
-        moved = {
-            key: sum(tier[key] for line in metrics for tier in line["tiers"]) for key in ("bytes_read", "bytes_written")
-        }
-        assert min(moved.values()) > 0
+        assert min(bytes_in(tmp_path / "out", key) for key in ("bytes_read", "bytes_written")) > 0
         assert sum(line["misses"] for line in metrics) > 0
         assert metrics[2]["loss"] < metrics[0]["loss"]
 
@@ -306,7 +301,7 @@ class TestPretrainOffloaded:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         sizes = ("--batch", "1", "--seq", "8", "--host-memory", "4KiB")
-        code = pretrain.main(["--preset", "tiny", *sizes, "--out", str(tmp_path)])
+        code = pretrain.main(["--preset", "nano", *sizes, "--out", str(tmp_path)])
         error = capsys.readouterr().err
         assert code == 2
         assert "host_memory" in error
@@ -323,16 +318,17 @@ class TestPretrainOffloaded:
         assert error.count("\n") == 1
 
 
+@needs_library
 @pytest.mark.skipif(os.name == "nt", reason="SIGINT of another process needs POSIX")
 def test_sigint_ends_after_the_step_with_a_summary(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "models.pretrain", "--optimizer", "optax", "--preset", "tiny"]
-    command += ["--steps", "100000", "--batch", "1", "--seq", "16", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "step 1/" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors == ""
+    """With state on tiers: the store is closed, and its folders are gone."""
+    arguments = ("--preset", "nano", "--steps", "100000", "--batch", "1", "--seq", "16")
+    with pretraining(*arguments, "--tier", tmp_path / "tier", "--out", tmp_path / "out") as process:
+        assert process.stdout is not None
+        assert "step 1/" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (130, "")
     assert "interrupted" in output
-    assert read_metrics(tmp_path)
+    assert metrics_in(tmp_path / "out")
+    assert not list((tmp_path / "tier").iterdir())

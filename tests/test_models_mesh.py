@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import contextlib
+import signal
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,9 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from models import launch, pretrain, settings, sharding, transformer
+from tests.pretraining import TIMEOUT_S, bytes_in, compiled_quickly, losses_in, pretraining, run_pretrain
 
 P = PartitionSpec
-ROOT = Path(__file__).resolve().parent.parent
 RUN = ("--preset", "nano", "--steps", "3", "--batch", "4", "--seq", "16", "--warmup", "1")
 RECORDS = ("--subgroup-elements", "2048")
 
@@ -28,24 +27,10 @@ def abstract_mesh(text: str) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def metrics_in(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses_in(folder: Path) -> list[float]:
-    return [step["loss"] for step in metrics_in(folder)]
-
-
-def bytes_read_in(folder: Path) -> int:
-    return sum(tier["bytes_read"] for step in metrics_in(folder) for tier in step["tiers"])
-
-
-def start_pretrain(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Starts the program; compiling takes most of these runs' time, and is kept short."""
-    command = [sys.executable, "-m", "models.pretrain", *map(str, arguments)]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly() -> Iterator[None]:
+    with compiled_quickly():
+        yield
 
 
 class TestRules:
@@ -91,7 +76,7 @@ class TestRules:
 
     @pytest.mark.parametrize("mesh", ["data=4", "fsdp=8", "tensor=2", "data=2,fsdp=3", "fsdp=2,tensor=8"])
     def test_specs_name_axes_of_the_mesh_that_divide(self, mesh: str) -> None:
-        config, sizes = transformer.preset("tiny"), sharding.parse_mesh(mesh)
+        config, sizes = transformer.preset("nano"), sharding.parse_mesh(mesh)
         params = transformer.abstract_params(config)
         specs = transformer.param_specs(config, abstract_mesh(mesh))
         assert jax.tree.structure(params) == jax.tree.structure(specs)
@@ -202,6 +187,18 @@ class TestLauncher:
         """
         assert self.run(code, capfd) == (130, "")
 
+    def test_a_signal_that_comes_before_the_first_child(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        find = launch.free_port
+
+        def interrupted() -> int:
+            signal.raise_signal(signal.SIGINT)
+            return find()
+
+        monkeypatch.setattr(launch, "free_port", interrupted)
+        assert self.run("time.sleep(1000)", capfd) == (130, "")
+
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
@@ -218,35 +215,29 @@ class TestRuns:
         offloaded, plain = losses_in(out / "jmo"), losses_in(out / "optax")
         assert len(offloaded) == len(plain) == 3
         np.testing.assert_allclose(offloaded, plain, rtol=1e-4)
-        assert bytes_read_in(out / "jmo") > 0
+        assert bytes_in(out / "jmo", "bytes_read") > 0
 
     def test_two_processes_train_together(self, compared: tuple[Path, int], tmp_path: Path) -> None:
         """On another mesh of half as many devices, with the losses of one process."""
         mesh = ("--mesh", "data=2,tensor=2", "--processes", "2")
-        process = start_pretrain(*RUN, *RECORDS, "--host-memory", "300KB", *mesh, "--out", tmp_path)
-        output, error = process.communicate(timeout=200)
-        assert (process.returncode, error) == (0, "")
+        code, output, error = run_pretrain(*RUN, *RECORDS, "--host-memory", "300KB", *mesh, "--out", tmp_path)
+        assert (code, error) == (0, "")
         assert output.count("step 3/3") == output.count("process 0 of 2") == 1
         np.testing.assert_allclose(losses_in(tmp_path), losses_in(compared[0] / "optax"), rtol=1e-4)
-        assert bytes_read_in(tmp_path) > 0
+        assert bytes_in(tmp_path, "bytes_read") > 0
 
     def test_a_record_that_one_process_cannot_read_ends_both(self, tmp_path: Path) -> None:
         """The one that met it names it; the other says that it was another; the launcher says both, and ends."""
         tier = tmp_path / "tier"
         arguments = ("--preset", "nano", "--steps", "100000", "--batch", "2", "--seq", "16", "--processes", "2")
-        memory = ("--host-memory", "500KiB", "--subgroup-elements", "4096")
-        process = start_pretrain(*arguments, *memory, "--tier", tier, "--out", tmp_path / "out")
-        assert process.stdout is not None
-        try:
+        memory = ("--host-memory", "200KiB", "--subgroup-elements", "4096")
+        with pretraining(*arguments, *memory, "--tier", tier, "--out", tmp_path / "out") as process:
+            assert process.stdout is not None
             assert "step 1/" in process.stdout.readline()
             folder = next(tier.glob("jmo-*"))
-            for record in folder.glob("*/*/c/**/*"):
-                if record.is_file():
-                    with record.open("r+b") as file:
-                        file.write(bytes(range(256)))
-            _, error = process.communicate(timeout=200)
-        finally:
-            process.kill()
+            while not damage_records(folder):
+                assert process.poll() is None
+            _, error = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 1
         lines = error.splitlines()
         assert len(lines) == 2
@@ -255,12 +246,27 @@ class TestRuns:
         assert sum("failed in another process" in line for line in lines) == 1
 
     def test_processes_with_other_settings_are_refused_by_all(self) -> None:
-        port = launch._free_port()
+        port = launch.free_port()
         member = (*RUN, "--mesh", "data=2", "--coordinator", f"127.0.0.1:{port}", "--num-processes", "2")
-        members = [start_pretrain(*member, "--process-id", str(i), "--seed", str(7 * i)) for i in range(2)]
-        for process in members:
-            output, error = process.communicate(timeout=200)
-            assert (process.returncode, output) == (2, "")
-            assert error == (
-                "pretrain: error: processes [1] have other settings or text than process 0: start all with the same\n"
-            )
+        with contextlib.ExitStack() as stack:
+            started = [
+                stack.enter_context(pretraining(*member, "--process-id", str(i), "--seed", str(7 * i)))
+                for i in range(2)
+            ]
+            for process in started:
+                output, error = process.communicate(timeout=TIMEOUT_S)
+                assert (process.returncode, output) == (2, "")
+                assert error == (
+                    "pretrain: error: processes [1] have other settings or text than process 0: start all with the same\n"
+                )
+
+
+def damage_records(folder: Path) -> int:
+    """Overwrites the start of each record in a tier's folder; returns of how many."""
+    damaged = 0
+    for record in folder.glob("*/*/c/**/*"):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # by now it belongs to another record
+            with record.open("r+b") as file:
+                file.write(bytes(range(256)))
+            damaged += 1
+    return damaged

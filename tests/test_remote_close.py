@@ -222,7 +222,7 @@ print([(os.path.exists(f"/proc/{lease.pid}"), lease.is_dead()) for lease in leas
 @pytest.mark.parametrize("bad", ["a lease that hangs", "a lease that is none", "lists refused"])
 def test_the_lease_is_renewed_whatever_becomes_of_others(bad, s3, proxy, monkeypatch, bench):
     monkeypatch.setattr(home, "_RENEW_S", 0.2)
-    key = "renew/jmo-leases/0"
+    key = f"renew/jmo-leases/{16 * '0'}"  # which is in the path of no other's
     s3.kv.write(key, b"[" * 100_000).result(timeout=10)
     if bad == "a lease that hangs":
         proxy.fail(method="GET", contains=key, silent=True)
