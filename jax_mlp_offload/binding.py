@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_mlp_offload import shardings
 from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.ops import Program
+from jax_mlp_offload.paths import canonical_path
 from jax_mlp_offload.plan import LeafSpec, Plan
 from jax_mlp_offload.replicas import Part, make_parts
 from jax_mlp_offload.rules import Rule, decay_flags
@@ -106,14 +107,6 @@ def flatten(params: Any) -> tuple[list[tuple[str, Any]], Any]:
     """(canonical path, leaf) of each leaf, and the treedef."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     return [(canonical_path(path), leaf) for path, leaf in flat], treedef
-
-
-def canonical_path(path: Sequence[Any]) -> str:
-    """A path as text. nnx has ``.value`` at its end at init and not at update: it is left out."""
-    keys = list(path)
-    if keys and str(keys[-1]) in (".value", "['value']") and isinstance(keys[-1], jax.tree_util.GetAttrKey):
-        keys.pop()
-    return jax.tree_util.keystr(tuple(keys)) if keys else "params"
 
 
 def _fingerprint(leaves: Sequence[tuple[str, Any]]) -> Leaves:

@@ -19,8 +19,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mlp_offload import shardings
-from jax_mlp_offload.binding import Binding, canonical_path, state_shapes
+from jax_mlp_offload.binding import Binding, state_shapes
 from jax_mlp_offload.errors import OffloadError
+from jax_mlp_offload.paths import canonical_path
 from jax_mlp_offload.plan import BucketPlan
 from jax_mlp_offload.replicas import Part
 from jax_mlp_offload.state import OffloadState
@@ -160,8 +161,27 @@ def _ticket(state: OffloadState) -> int:
 def _records(state: OffloadState, store: Store, binding: Binding) -> _Records | None:
     """The records of a state; None if nothing is stored, as before the first update and after a first one skipped."""
     ticket = _ticket(state)
-    records = store.engine.read_records(binding.number, ticket) if ticket else {}
+    error: OffloadError | None = None
+    records: _Records = {}
+    try:
+        records = store.engine.read_records(binding.number, ticket) if ticket else {}
+    except OffloadError as found:
+        error = found
+    if _fails_anywhere(binding, error is not None):
+        raise error or OffloadError(
+            f"optimizer {binding.name!r}: another process cannot read its records; its own message says why"
+        )
     return records if any(record is not None for row in records.values() for record in row) else None
+
+
+def _fails_anywhere(binding: Binding, here: bool) -> bool:
+    """Whether a process fails: where several have a part in what is read, none may wait in a gather for one that does."""
+    mesh = binding.layout.mesh
+    if mesh is None or not binding.layout.spans:
+        return here
+    everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    flags = jax.make_array_from_callback((mesh.size,), everywhere, lambda _: np.full(1, here, np.uint32))
+    return bool(jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(flags))
 
 
 def _optax_state(state: OffloadState) -> Any:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_mlp_offload.paths import canonical_path
 
 Given = tuple[Mesh, tuple[PartitionSpec, ...]]
 """A mesh, and a spec for each leaf."""
@@ -114,16 +116,14 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
     def is_spec(x: Any) -> bool:
         return isinstance(x, (PartitionSpec, NamedSharding))
 
-    try:
-        flat = jax.tree.leaves(
-            jax.tree.map(lambda s, part: jax.tree.map(lambda _: _Box(s), part), param_specs, params, is_leaf=is_spec),
-            is_leaf=lambda x: isinstance(x, _Box),
-        )
-    except ValueError as error:
-        raise ValueError(f"param_specs does not fit the params' tree: {error}") from None
+    named = {canonical_path(path): s for path, s in jax.tree_util.tree_flatten_with_path(param_specs, is_spec)[0]}
+    paths = [canonical_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    if len(named) == len(paths) and all(path in named for path in paths):
+        flat = [named[path] for path in paths]  # whatever wraps the leaves of either, as nnx's variables do
+    else:
+        flat = _of_prefix(param_specs, params, is_spec)
     specs = []
-    for box in flat:
-        spec = box.spec
+    for spec in flat:
         if isinstance(spec, NamedSharding):
             check_mesh(spec.mesh, "the mesh of a NamedSharding in param_specs")
             if mesh is not None and not _same(cast("Mesh", spec.mesh), mesh):
@@ -141,6 +141,19 @@ def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
     return mesh, tuple(specs)
 
 
+def _of_prefix(param_specs: Any, params: Any, is_spec: Callable[[Any], bool]) -> list[Any]:
+    """The spec of each leaf, where one may stand for a whole branch."""
+    try:
+        boxes = jax.tree.map(
+            lambda s, part: jax.tree.map(lambda _: _Box(s), part), param_specs, params, is_leaf=is_spec
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"param_specs does not fit the params' tree (write PartitionSpec() for what is replicated): {error}"
+        ) from None
+    return [box.spec for box in jax.tree.leaves(boxes, is_leaf=lambda x: isinstance(x, _Box))]
+
+
 def _same(one: Mesh, other: Mesh) -> bool:
     """Whether meshes have the same devices in the same places; how their axes are typed may differ."""
     return one.axis_names == other.axis_names and np.array_equal(one.device_ids, other.device_ids)
@@ -152,6 +165,11 @@ def check_mesh(mesh: Any, what: str) -> None:
     Raises:
       TypeError: if it is none.
     """
+    if not isinstance(mesh, Mesh) and callable(mesh):
+        raise TypeError(
+            f"{what} is a function: optax.inject_hyperparams takes a Mesh for a schedule; pass static_args=('mesh',) to it, "
+            "or NamedShardings in param_specs="
+        )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{what} is {mesh!r}; give a jax.sharding.Mesh, which has devices")
 

@@ -177,7 +177,13 @@ with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
     later = jax.block_until_ready(step(p, s, x))
     # a replay is refused by all at once, and harms nothing
     print("\\nSTALE", refused(lambda: step(p, s, x)))
-    jax.block_until_ready(step(later[0], later[1], x))
+    p, s, *_ = jax.block_until_ready(step(later[0], later[1], x))
+    # a record that one of them cannot read: none is left waiting for it in a gather
+    store.flush()
+    if process == 1:
+        for file in store.engine.backends[0]._folder.path.glob("*/*/c/*/0"):
+            file.unlink()
+    print("\\nREAD", refused(lambda: jmo.read_state(s)))
 """
     )
     outputs = run_peers(code, tmp_path)
@@ -187,6 +193,9 @@ with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
     stale = [lines(output, "STALE")[0] for output in outputs]
     assert stale[0] == stale[1]
     assert re.search(r"ticket \d+, but the latest is \d+", stale[0])
+    read = [lines(output, "READ")[0] for output in outputs]
+    assert "another process cannot read" in read[0]
+    assert "No such file" in read[1]
 
 
 def test_a_process_that_dies_takes_the_others_with_it(tmp_path):
