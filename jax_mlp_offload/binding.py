@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax_mlp_offload import shardings
 from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.ops import Program
-from jax_mlp_offload.paths import canonical_path
 from jax_mlp_offload.plan import LeafSpec, Plan
 from jax_mlp_offload.replicas import Part, make_parts
 from jax_mlp_offload.rules import Rule, decay_flags
@@ -109,6 +108,12 @@ def flatten(params: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(canonical_path(path), leaf) for path, leaf in flat], treedef
 
 
+def canonical_path(path: Sequence[Any]) -> str:
+    """A path as text, as both ``init`` and ``update`` see it."""
+    keys = shardings.param_keys(path)
+    return jax.tree_util.keystr(keys) if keys else "params"
+
+
 def _fingerprint(leaves: Sequence[tuple[str, Any]]) -> Leaves:
     return tuple((path, tuple(leaf.shape), jnp.dtype(leaf.dtype).name) for path, leaf in leaves)
 
@@ -179,8 +184,11 @@ def bind(rule: Rule, options: Options, leaves: Sequence[tuple[str, Any]], shaped
     paths, arrays = [path for path, _ in leaves], [leaf for _, leaf in leaves]
     if known is None or [path for path, _, _ in known.leaves] != paths:
         known = options.store.declared(key, _fingerprint(leaves))  # says what is wrong
-    seen = options.mesh or (known.given[0] if known.given else None)
-    given = _given(options, shaped, arrays, seen) or known.given
+    settled = options.store.settled(key)
+    seen = settled or known.given
+    given = _given(options, shaped, arrays, options.mesh or (seen[0] if seen else None)) or known.given
+    if settled and options.param_specs is None and (given is None or given[0] == settled[0]):
+        given = settled  # params that were moved on their mesh: the state stays divided as it is
     layout = shardings.resolve(options.mesh, given, arrays, paths, known.device)
     whole = tuple(layout.global_shape(index, tuple(leaf.shape)) for index, leaf in enumerate(arrays))
     declared = _declared(options, key, known, leaves, whole, have_params)
@@ -194,6 +202,8 @@ def bind(rule: Rule, options: Options, leaves: Sequence[tuple[str, Any]], shaped
     described = (key, layout, tuple(decays), tuple(rule.spec(d) for d in sorted(set(dtypes))))
     local = tuple((path, tuple(leaf.shape), dtype) for path, leaf, dtype in zip(paths, arrays, dtypes, strict=True))
     treedef = jax.tree.structure(shaped)
+    if given is not None:
+        options.store.settle(key, given)
     binding: Binding = options.store.bind(
         described, lambda: _register(rule, options, local, whole, treedef, layout, decays)
     )

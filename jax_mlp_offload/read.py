@@ -19,9 +19,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mlp_offload import shardings
-from jax_mlp_offload.binding import Binding, state_shapes
+from jax_mlp_offload.binding import Binding, canonical_path, state_shapes
 from jax_mlp_offload.errors import OffloadError
-from jax_mlp_offload.paths import canonical_path
 from jax_mlp_offload.plan import BucketPlan
 from jax_mlp_offload.replicas import Part
 from jax_mlp_offload.state import OffloadState

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
+from jax._src.mesh import get_concrete_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_mlp_offload.paths import canonical_path
+_NAMES_SHOWN = 8
 
 Given = tuple[Mesh, tuple[PartitionSpec, ...]]
 """A mesh, and a spec for each leaf."""
@@ -108,50 +109,59 @@ class Layout:
 def specs_of_tree(param_specs: Any, params: Any, mesh: Mesh | None) -> Given:
     """Specs as the user gave them (a tree, or a prefix of one), a leaf each.
 
+    They are found by their paths: nnx wraps leaves at ``init`` and not at ``update``, boxes come and go, and masks take
+    whole branches out. What is said of leaves that are not there is left alone.
+
     Raises:
-      ValueError: if the mesh is missing or the trees do not fit.
+      ValueError: if the mesh is missing, there are several, or nothing is said of a leaf.
       TypeError: if an entry is neither PartitionSpec nor NamedSharding.
     """
-
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, (PartitionSpec, NamedSharding))
-
-    named = {canonical_path(path): s for path, s in jax.tree_util.tree_flatten_with_path(param_specs, is_spec)[0]}
-    paths = [canonical_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    if len(named) == len(paths) and all(path in named for path in paths):
-        flat = [named[path] for path in paths]  # whatever wraps the leaves of either, as nnx's variables do
-    else:
-        flat = _of_prefix(param_specs, params, is_spec)
+    flat = jax.tree_util.tree_flatten_with_path(param_specs, is_leaf=_is_spec)[0]
+    given = {tuple(map(_raw, param_keys(path))): spec for path, spec in flat}
+    for spec in given.values():
+        if not _is_spec(spec):
+            raise TypeError(f"param_specs holds {spec!r}; give jax.sharding.PartitionSpec or NamedSharding")
     specs = []
-    for spec in flat:
+    for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
+        keys = tuple(map(_raw, param_keys(path)))
+        spec = next((given[keys[:n]] for n in range(len(keys), -1, -1) if keys[:n] in given), None)
+        if spec is None:
+            known = ", ".join(jax.tree_util.keystr(other) for other, _ in flat[:_NAMES_SHOWN])
+            raise ValueError(
+                f"param_specs does not fit the params' tree: it says nothing of {jax.tree_util.keystr(path)} "
+                f"(PartitionSpec() for what is replicated), but of {known}"
+            )
         if isinstance(spec, NamedSharding):
-            check_mesh(spec.mesh, "the mesh of a NamedSharding in param_specs")
-            if mesh is not None and not _same(cast("Mesh", spec.mesh), mesh):
+            named = _concrete(spec.mesh)
+            if mesh is not None and not _same(named, mesh):
                 raise ValueError(
-                    f"param_specs holds a NamedSharding on {spec.mesh!r}, but others (or mesh=) name {mesh!r}; all params "
+                    f"param_specs holds a NamedSharding on {named!r}, but others (or mesh=) name {mesh!r}; all params "
                     "of an optimizer lie on one mesh"
                 )
-            mesh = mesh or cast("Mesh", spec.mesh)
-            spec = spec.spec
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(f"param_specs holds {spec!r}; give jax.sharding.PartitionSpec or NamedSharding")
+            mesh, spec = mesh or named, spec.spec
         specs.append(spec)
     if mesh is None:
         raise ValueError("param_specs= holds PartitionSpecs, so the mesh has to be given too: pass mesh=")
     return mesh, tuple(specs)
 
 
-def _of_prefix(param_specs: Any, params: Any, is_spec: Callable[[Any], bool]) -> list[Any]:
-    """The spec of each leaf, where one may stand for a whole branch."""
-    try:
-        boxes = jax.tree.map(
-            lambda s, part: jax.tree.map(lambda _: _Box(s), part), param_specs, params, is_leaf=is_spec
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"param_specs does not fit the params' tree (write PartitionSpec() for what is replicated): {error}"
-        ) from None
-    return [box.spec for box in jax.tree.leaves(boxes, is_leaf=lambda x: isinstance(x, _Box))]
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, (PartitionSpec, NamedSharding))
+
+
+def param_keys(path: Sequence[Any]) -> tuple[Any, ...]:
+    """A path without the box at its end: linen's boxes and nnx's variables have ``.value`` there, or not."""
+    keys = tuple(path)
+    boxed = keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value"
+    return keys[:-1] if boxed else keys
+
+
+def _raw(key: Any) -> Any:
+    """A key whatever kind of node it is of: nnx's states and dicts of the same names are the same tree."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
 
 
 def _same(one: Mesh, other: Mesh) -> bool:
@@ -165,13 +175,11 @@ def check_mesh(mesh: Any, what: str) -> None:
     Raises:
       TypeError: if it is none.
     """
-    if not isinstance(mesh, Mesh) and callable(mesh):
-        raise TypeError(
-            f"{what} is a function: optax.inject_hyperparams takes a Mesh for a schedule; pass static_args=('mesh',) to it, "
-            "or NamedShardings in param_specs="
-        )
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"{what} is {mesh!r}; give a jax.sharding.Mesh, which has devices")
+        raise TypeError(
+            f"{what} is {mesh!r}; give a jax.sharding.Mesh, which has devices (in optax.inject_hyperparams, "
+            "which takes a mesh for a schedule: static_args=('mesh',), or NamedShardings in param_specs= and no mesh=)"
+        )
 
 
 def specs_of_leaves(leaves: Sequence[Any], mesh: Mesh | None = None) -> Given | None:
@@ -185,17 +193,24 @@ def specs_of_leaves(leaves: Sequence[Any], mesh: Mesh | None = None) -> Given | 
 
 
 def _sharding(leaf: Any, known: Mesh | None) -> Any:
-    if isinstance(leaf, jax.core.Tracer):
-        sharding = jax.typeof(leaf).sharding
-        mesh = sharding.mesh
-        if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
-            return None  # along other axes the type tells nothing
-        return NamedSharding(known or _concrete(mesh), sharding.spec)
-    return getattr(leaf, "sharding", None)
+    traced = isinstance(leaf, jax.core.Tracer)
+    sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
+        return sharding
+    mesh = sharding.mesh
+    if mesh.empty or (traced and any(kind != AxisType.Explicit for kind in mesh.axis_types)):
+        return None  # along other axes the type of a value tells nothing
+    same = known is not None and known.shape_tuple == mesh.shape_tuple
+    return NamedSharding(known if known is not None and same else _concrete(mesh), sharding.spec)
 
 
 def _concrete(mesh: Any) -> Mesh:
-    """The mesh of an Explicit type has no devices: it is taken to be over all of them, in their order."""
+    """The mesh with its devices. One of types or shapes has none: it is the one that is set, else over all, in order."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    current = get_concrete_mesh()
+    if current.shape_tuple == mesh.shape_tuple:
+        return current
     if mesh.size != jax.device_count():
         raise ValueError(
             f"the params' types name a mesh of {mesh.size} devices, but there are {jax.device_count()}; pass mesh= to the "
@@ -355,10 +370,3 @@ def _one_device(device: int | None) -> int:
     default = getattr(jax.config, "jax_default_device", None)
     chosen = default if isinstance(default, jax.Device) else jax.local_devices()[0]
     return ordinal(chosen)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Box:
-    """Keeps a PartitionSpec from being taken for a tree."""
-
-    spec: Any

@@ -101,6 +101,7 @@ class Store:
             raise ValueError(f"deadline_s={deadline_s!r} must be a positive number of seconds, 1e8 at most")
         self._lock = threading.Lock()
         self._declared: dict[Any, Declared] = {}
+        self._settled: dict[Any, Given] = {}  # by optimizer, how its state was divided at the first update
         self._bound: dict[Any, Any] = {}
         self._engine = Engine(
             files, host_bytes, subgroup_elements, Order(order), kernel_threads, deadline_s, access, profile
@@ -200,12 +201,24 @@ class Store:
                 )
             if known is None or declared.given is not None or declared.device is not None:
                 self._declared[key] = declared
+                if known is not None and declared.given != known.given:
+                    self._settled.pop(key, None)
 
     def known(self, key: Any) -> Declared | None:
         """What ``init`` saw of an optimizer, if it was called."""
         self._check_open()
         with self._lock:
             return self._declared.get(key)
+
+    def settled(self, key: Any) -> Given | None:
+        """How an optimizer's state is divided, if it was updated since ``init`` last saw shardings."""
+        with self._lock:
+            return self._settled.get(key)
+
+    def settle(self, key: Any, given: Given) -> None:
+        """Notes how an optimizer's state is divided."""
+        with self._lock:
+            self._settled[key] = given
 
     def declared(self, key: Any, leaves: Leaves) -> Declared:
         """What ``init`` saw of the optimizer whose update is traced.

@@ -161,7 +161,8 @@ def _wait(children: Sequence[Child], ended: queue.SimpleQueue[Child], grace_s: f
 
 def _report(failed: Sequence[Child], grace_s: float) -> None:
     """One line for each, or one for all where they say the same."""
-    if len(failed) > 1 and len({child.cause() for child in failed}) == 1:
+    told = not any(child.killed for child in failed)  # those that were killed say nothing of the cause
+    if told and len(failed) > 1 and len({child.cause() for child in failed}) == 1:
         kind, cause = failed[0].cause()
         if failed[0].lines:  # without: the losses differ, as the table has said
             print(f"pretrain: {kind}: {cause}", file=sys.stderr)

@@ -13,6 +13,7 @@ Threads: pure functions, safe from any thread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -271,8 +272,7 @@ def init_params(config: Config, key: jax.Array) -> Params:
 
 def abstract_params(config: Config) -> Params:
     """Returns the parameter tree as `jax.ShapeDtypeStruct`s; allocates nothing."""
-    shapes: Params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
-    return shapes
+    return dict(nnx.to_pure_dict(_abstract(config)[1]))
 
 
 def count_params(config: Config) -> int:
@@ -282,7 +282,7 @@ def count_params(config: Config) -> int:
 
 def apply(config: Config, params: Params, tokens: jax.Array, mesh: Mesh | None = None) -> jax.Array:
     """Returns float32 logits `[batch, seq, vocab]`; a pure function of its arguments."""
-    logits: jax.Array = nnx.merge(nnx.graphdef(_abstract(config, mesh)), params)(tokens)
+    logits: jax.Array = nnx.merge(_abstract(config, mesh)[0], params)(tokens)
     return logits
 
 
@@ -291,13 +291,14 @@ def param_specs(config: Config, mesh: Mesh | AbstractMesh) -> Params:
 
     A mesh axis that does not divide a dimension (that of heads counts heads) leaves it whole; norms are replicated.
     """
-    variables = nnx.split(_abstract(config))[1]
     with nnx.logical_axis_rules(RULES):
-        wanted = nnx.to_pure_dict(nnx.get_partition_spec(variables))
+        wanted = nnx.to_pure_dict(nnx.get_partition_spec(_abstract(config)[1]))
     specs: Params = jax.tree.map(lambda leaf, spec: fit(spec, leaf.shape, mesh), abstract_params(config), dict(wanted))
     return specs
 
 
-def _abstract(config: Config, mesh: Mesh | None = None) -> Transformer:
-    abstract: Transformer = nnx.eval_shape(lambda: Transformer(config, mesh, rngs=nnx.Rngs(0)))
-    return abstract
+@functools.lru_cache(maxsize=16)
+def _abstract(config: Config, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[Transformer], nnx.State[Any, Any]]:
+    """The decoder's structure, and its variables as shapes, for reading only: large ones take seconds to make."""
+    graph, variables = nnx.split(nnx.eval_shape(lambda: Transformer(config, mesh, rngs=nnx.Rngs(0))))
+    return graph, variables

@@ -69,7 +69,8 @@ _programs: dict[Any, Any] = {}  # by their text
 def compile_once(step: Any, *args: Any) -> Any:
     """The jitted ``step``, compiled unless another test's had the same text: many compare with the same plain optax."""
     lowered = step.lower(*args)
-    key = lowered.as_text(), lowered.in_tree, lowered.out_tree
+    placed = tuple(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    key = lowered.as_text(), lowered.in_tree, lowered.out_tree, placed
     if key not in _programs:
         _programs[key] = lowered.compile()
     return _programs[key]

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from models import launch, pretrain, settings, sharding, transformer
-from tests.pretraining import TIMEOUT_S, bytes_in, compiled_quickly, losses_in, pretraining, run_pretrain
+from tests.pretraining import TIMEOUT_S, UNOPTIMIZED, bytes_in, compiled_quickly, losses_in, pretraining
 
 P = PartitionSpec
 RUN = ("--preset", "nano", "--steps", "3", "--batch", "4", "--seq", "16", "--warmup", "1")
@@ -217,10 +217,19 @@ class TestRuns:
         np.testing.assert_allclose(offloaded, plain, rtol=1e-4)
         assert bytes_in(out / "jmo", "bytes_read") > 0
 
-    def test_two_processes_train_together(self, compared: tuple[Path, int], tmp_path: Path) -> None:
+    def test_two_processes_train_together(
+        self,
+        compared: tuple[Path, int],
+        tmp_path: Path,
+        capfd: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         """On another mesh of half as many devices, with the losses of one process."""
+        for name, value in UNOPTIMIZED.items():
+            monkeypatch.setenv(name, value)
         mesh = ("--mesh", "data=2,tensor=2", "--processes", "2")
-        code, output, error = run_pretrain(*RUN, *RECORDS, "--host-memory", "300KB", *mesh, "--out", tmp_path)
+        code = pretrain.main([*RUN, *RECORDS, "--host-memory", "300KB", *mesh, "--out", str(tmp_path)])
+        output, error = capfd.readouterr()
         assert (code, error) == (0, "")
         assert output.count("step 3/3") == output.count("process 0 of 2") == 1
         np.testing.assert_allclose(losses_in(tmp_path), losses_in(compared[0] / "optax"), rtol=1e-4)
