@@ -101,7 +101,7 @@ class Operations:
             self._held.pop(step, None)
             self._fail_held(step)
         elif len(step.came_s) == len(owner.devices):
-            self._held[step] = self.now_s + max(_quiet_grace_s(owner), 2 * owner.longest_gap_s)
+            self._held[step] = self.now_s + min(max(_quiet_grace_s(owner), 2 * owner.longest_gap_s), DOOM_GRACE_S)
         else:
             self._held.setdefault(step, self.now_s + DOOM_GRACE_S)
 
