@@ -32,7 +32,8 @@ class Layout:
 
     Attributes:
       mesh: None: one device, or inside a shard_map of which nothing is known.
-      specs: by leaf, how it is sharded over the whole mesh; empty: nothing is known, or there is no mesh.
+      specs: by leaf, how it is sharded over the whole mesh, an entry for each dimension; empty: nothing is known, or
+        there is no mesh.
       manual: axes that are manual already where the optimizer is called.
       devices: ordinals of this process's devices.
       spans: whether the mesh has devices of other processes.
@@ -91,18 +92,17 @@ class Layout:
         if not self.wrapped:
             return shape
         return tuple(
-            size // _parts(entry, self.sizes)
-            for size, entry in zip(shape, _whole(self.spec(leaf), len(shape)), strict=True)
+            size // math.prod(self.sizes[axis] for axis in _axes(entry))
+            for size, entry in zip(shape, self.spec(leaf), strict=True)
         )
 
     def global_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The whole leaf's shape, of one that has ``shape`` where the optimizer is called."""
         if not self.specs:
             return shape
-        whole = _whole(self.specs[leaf], len(shape))
         return tuple(
             size * math.prod(self.sizes[axis] for axis in _axes(entry) if axis in self.manual)
-            for size, entry in zip(shape, whole, strict=True)
+            for size, entry in zip(shape, self.specs[leaf], strict=True)
         )
 
 
@@ -239,7 +239,7 @@ def resolve(
       ValueError: if a mesh was given but no shardings, a spec does not fit its leaf or the mesh, or the mesh cannot be
         told inside a shard_map.
     """
-    manual = manual_axes()
+    manual = _manual_axes()
     if given is None and manual:
         return _unknown_shards(mesh, manual, device)
     if given is None:
@@ -297,10 +297,6 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def _parts(entry: Any, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in _axes(entry))
-
-
 def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return PartitionSpec(*(_entry([axis for axis in _axes(entry) if axis not in axes]) for entry in spec))
 
@@ -315,26 +311,24 @@ def explicit_part(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     return _without(spec, others)
 
 
-def _whole(spec: PartitionSpec, dimensions: int) -> PartitionSpec:
-    """The spec with an entry for each dimension: P() and P(None) of one leaf are the same optimizer."""
-    return PartitionSpec(*(_entry(_axes(entry)) for entry in spec), *[None] * (dimensions - len(spec)))
-
-
 def _fit(shape: tuple[int, ...], path: str, spec: PartitionSpec, mesh: Mesh, manual: Collection[str]) -> PartitionSpec:
-    """The spec as the leaf can have it: a dimension that does not divide cannot be sharded in JAX, so it is whole."""
+    """The spec as the leaf can have it: a dimension that does not divide cannot be sharded in JAX, so it is whole.
+
+    It has an entry for each dimension: P() and P(None) of one leaf are the same optimizer.
+    """
     if len(spec) > len(shape):
         raise ValueError(f"param_specs: {spec} has more entries than {path!r} of shape {shape} has dimensions")
+    if PartitionSpec.UNCONSTRAINED in spec:
+        raise ValueError(f"param_specs: {spec} of {path!r} leaves a dimension unconstrained; say how it is sharded")
     entries: list[Any] = []
     named = [name for entry in spec for name in _axes(entry)]
     if len(set(named)) < len(named):
         raise ValueError(f"param_specs: {spec} of {path!r} names an axis twice")
-    for size, entry in zip(shape, _whole(spec, len(shape)), strict=True):
-        if entry is PartitionSpec.UNCONSTRAINED:
-            raise ValueError(f"param_specs: {spec} of {path!r} leaves a dimension unconstrained; say how it is sharded")
-        names = _axes(entry)
-        for name in names:
-            if name not in mesh.shape:
-                raise ValueError(f"param_specs: {spec} of {path!r} names axis {name!r}; the mesh has {mesh.axis_names}")
+    for name in named:
+        if name not in mesh.shape:
+            raise ValueError(f"param_specs: {spec} of {path!r} names axis {name!r}; the mesh has {mesh.axis_names}")
+    by_dimension = [*map(_axes, spec), *[()] * (len(shape) - len(spec))]
+    for size, names in zip(shape, by_dimension, strict=True):
         done = [name for name in names if name in manual]  # cut first, whatever their place in the spec
         rest = [name for name in names if name not in manual]
         divides = size % math.prod(mesh.shape[name] for name in rest) == 0
@@ -342,7 +336,7 @@ def _fit(shape: tuple[int, ...], path: str, spec: PartitionSpec, mesh: Mesh, man
     return PartitionSpec(*entries)
 
 
-def manual_axes() -> tuple[str, ...]:
+def _manual_axes() -> tuple[str, ...]:
     """Axes of the shard_map that the caller is inside of, if he is."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.axis_types:
