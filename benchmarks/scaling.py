@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import pathlib
-import socket
 import statistics
 import subprocess
 import sys
@@ -41,6 +40,7 @@ import jax_mlp_offload as jmo
 from benchmarks import limit, pump, report, workload
 from benchmarks.limit import Bandwidth, UpdateLimit
 from benchmarks.step import split_tier
+from models.launch import free_port
 
 WARM_UP = 2
 _AXIS = "fsdp"
@@ -143,7 +143,7 @@ def _together(args: argparse.Namespace, processes: int) -> list[Result]:
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     for tier in args.tier:
         command += ["--tier", tier]
-    port = _free_port()
+    port = free_port()
     address = f"127.0.0.1:{port}"
     # a proxy of the environment cannot be asked for this machine's own address
     env = {**os.environ, "JAX_COORDINATOR_BIND_ADDRESS": address, "no_grpc_proxy": "127.0.0.1"}
@@ -161,13 +161,6 @@ def _together(args: argparse.Namespace, processes: int) -> list[Result]:
                 process.kill()
                 process.wait()
         return [Result(**json.loads(pathlib.Path(member.result).read_text())) for member in members]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:

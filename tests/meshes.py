@@ -7,9 +7,11 @@ from collections import Counter
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests.support import make_step
+import jax_mlp_offload as jmo
+from tests.support import assert_close, make_step, run_reference
 
 P = PartitionSpec
 
@@ -54,3 +56,20 @@ def collectives(compiled):
     for results, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
         count.update((kind, result) for result in re.findall(r"\w+\[[\d,]*\]", results))
     return count
+
+
+def host(tree):
+    """Copies that outlive donation."""
+    return jax.tree.map(np.array, tree)
+
+
+def check(first, recorded, new, opt_state, plain=None):
+    """Masters and moments are those of plain optax on the recorded gradients."""
+    masters, moments = run_reference(plain or optax.adamw(1e-2), first, recorded)
+    assert_close(jmo.read_masters(opt_state, new), masters)
+    assert_close(jmo.read_state(opt_state), moments)
+
+
+def places(tree):
+    """Of each leaf, which part of it lies on which device."""
+    return [leaf.sharding.devices_indices_map(leaf.shape) for leaf in jax.tree.leaves(tree)]

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.servers import BUCKET, S3_SECRETS, Bench, Bucket, FaultProxy, free_port, send, serve, threads
+from models.launch import free_port
+from tests.servers import BUCKET, S3_SECRETS, Bench, Bucket, FaultProxy, send, serve, threads
 
 
 @pytest.fixture(scope="session")

@@ -32,11 +32,6 @@ SLOTS = 4
 CHUNKS = "/c/"  # in the path of every object of a record, and of nothing else
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def send(port: int, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     try:

@@ -46,10 +46,7 @@ def run(tx: Any, params: Any, grads: list[Any], state: Any = None, **options: An
     """Params and state after one step a gradient."""
     step = make_step(tx, **options)
     params = jax.tree.map(jnp.copy, params)
-    state = tx.init(params) if state is None else state
-    for grad in grads:
-        params, state = step(params, state, grad)
-    return jax.block_until_ready(params), state
+    return advance(step, params, tx.init(params) if state is None else state, grads)
 
 
 def run_reference(tx: Any, params: Any, grads: list[Any], state: Any = None) -> tuple[Any, Any]:
@@ -58,9 +55,7 @@ def run_reference(tx: Any, params: Any, grads: list[Any], state: Any = None) -> 
     widened = [jax.tree.map(lambda g: g.astype(jnp.float32), grad) for grad in grads]
     state = tx.init(masters) if state is None else state
     step = compile_once(make_step(tx), masters, state, widened[0]) if grads else None
-    for grad in widened:
-        masters, state = step(masters, state, grad)
-    return jax.block_until_ready(masters), state
+    return advance(step, masters, state, widened)
 
 
 _programs: dict[Any, Any] = {}  # by their text

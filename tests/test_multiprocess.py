@@ -36,6 +36,11 @@ def make_step(tx):
 
     return step
 
+def begin(store):
+    tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
+    p = shard(params, mesh, specs)
+    return tx, make_step(tx), p, jax.jit(tx.init)(p)
+
 def refused(function):
     try:
         jax.block_until_ready(function())
@@ -104,10 +109,7 @@ def test_a_failure_in_one_process_is_raised_by_all_in_the_next_update(tmp_path):
         MODEL
         + """
 with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
-    tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
-    step = make_step(tx)
-    p = shard(params, mesh, specs)
-    s = jax.jit(tx.init)(p)
+    tx, step, p, s = begin(store)
     for _ in range(3):
         p, s, *_ = jax.block_until_ready(step(p, s, x))
     store.flush()
@@ -127,9 +129,7 @@ with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
     store.flush()
     moments = host(jmo.read_state(s)[0].mu)
 with jmo.Store() as other:
-    tx = jmo.adamw(1e-2, store=other, mesh=mesh, param_specs=specs)
-    step, p, s = make_step(tx), shard(params, mesh, specs), None
-    s = jax.jit(tx.init)(p)
+    tx, step, p, s = begin(other)
     for i in range(5):
         s = jax.jit(tx.init)(p) if i == 3 else s
         p, s, *_ = jax.block_until_ready(step(p, s, x))
@@ -148,10 +148,7 @@ def test_what_only_one_process_knows_is_made_known_before_anyone_raises(tmp_path
         MODEL
         + """
 with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
-    tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
-    step = make_step(tx)
-    p = shard(params, mesh, specs)
-    s = jax.jit(tx.init)(p)
+    tx, step, p, s = begin(store)
     for _ in range(2):
         p, s, *_ = jax.block_until_ready(step(p, s, x))
     store.flush()
@@ -170,9 +167,7 @@ with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
     print("\\nTOLD", refused(lambda: step(p, s, x)))
     store._close_quietly()
 with jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384) as store:
-    tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
-    step = make_step(tx)
-    s = jax.jit(tx.init)(p)
+    tx, step, _, s = begin(store)
     p, s, *_ = jax.block_until_ready(step(p, s, x))
     later = jax.block_until_ready(step(p, s, x))
     # a replay is refused by all at once, and harms nothing
@@ -204,10 +199,7 @@ def test_a_process_that_dies_takes_the_others_with_it(tmp_path):
         MODEL
         + """
 store = jmo.Store(args[0], host_memory="2MB", subgroup_elements=16384)
-tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
-step = make_step(tx)
-p = shard(params, mesh, specs)
-s = jax.jit(tx.init)(p)
+tx, step, p, s = begin(store)
 for number in range(1000):
     p, s, *_ = jax.block_until_ready(step(p, s, x))
     if process == 1 and number == 3:
