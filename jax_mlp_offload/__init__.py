@@ -3,8 +3,13 @@
 ``jmo.Store`` owns memory and tiers; ``jmo.adamw`` and its like are optax optimizers that keep their state there.
 """
 
+import importlib
+from typing import Any
+
 from jax_mlp_offload.apply import apply_updates
 from jax_mlp_offload.errors import (
+    CheckpointError,
+    CheckpointWarning,
     ClosedError,
     CorruptRecordError,
     DeadlineError,
@@ -23,6 +28,8 @@ from jax_mlp_offload.store import Store
 from jax_mlp_offload.tiers import File, Remote
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
     "ClosedError",
     "CorruptRecordError",
     "DeadlineError",
@@ -40,8 +47,15 @@ __all__ = [
     "adam",
     "adamw",
     "apply_updates",
+    "orbax",
     "read_masters",
     "read_state",
     "sgd",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "orbax":  # takes a second to import, and only checkpoints need it
+        return importlib.import_module("jax_mlp_offload.orbax")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,6 +36,7 @@ class Binding:
     """An optimizer as registered with a store.
 
     Attributes:
+      key: its identity in the store: its name, else its rule and the paths of its leaves.
       name: for messages.
       number: in the store.
       rule: without values of a trace.
@@ -48,6 +49,7 @@ class Binding:
       run: see :class:`Program`.
     """
 
+    key: Any
     name: str
     number: int
     rule: Rule
@@ -152,8 +154,10 @@ def declare(rule: Rule, options: Options, params: Any) -> None:
     if given is None and concrete and len(concrete[0].devices()) == 1:
         device = shardings.ordinal(next(iter(concrete[0].devices())))
     shapes = tuple(tuple(leaf.shape) for leaf in arrays)
-    initial = functools.partial(state_shapes, _without_tracers(rule), treedef, shapes, layout)
-    options.store.declare(_key(rule, options, leaves), Declared(_fingerprint(leaves), given, device, initial))
+    rule, fingerprint = _without_tracers(rule), _fingerprint(leaves)
+    initial = functools.partial(state_shapes, rule, treedef, shapes, layout)
+    bind_later = functools.partial(_bind_declared, rule, options, treedef, fingerprint)
+    options.store.declare(_key(rule, options, leaves), Declared(fingerprint, given, device, initial, bind_later))
 
 
 def _given(options: Options, params: Any, leaves: Sequence[Any], mesh: Mesh | None) -> shardings.Given | None:
@@ -161,6 +165,16 @@ def _given(options: Options, params: Any, leaves: Sequence[Any], mesh: Mesh | No
     if options.param_specs is not None:
         return shardings.specs_of_tree(options.param_specs, params, options.mesh)
     return shardings.specs_of_leaves(leaves, mesh)
+
+
+def _bind_declared(rule: Rule, options: Options, treedef: Any, leaves: Leaves, placed: Sequence[Any]) -> Binding:
+    """Binds an optimizer outside of an update, for params that lie as ``placed`` says (shardings, or None)."""
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+        for (_, shape, dtype), sharding in zip(leaves, placed, strict=True)
+    ]
+    paths = [path for path, _, _ in leaves]
+    return bind(rule, options, list(zip(paths, arrays, strict=True)), jax.tree.unflatten(treedef, arrays), True)
 
 
 # -- updates
@@ -205,7 +219,7 @@ def bind(rule: Rule, options: Options, leaves: Sequence[tuple[str, Any]], shaped
     if given is not None:
         options.store.settle(key, given)
     binding: Binding = options.store.bind(
-        described, lambda: _register(rule, options, local, whole, treedef, layout, decays)
+        described, lambda: _register(key, rule, options, local, whole, treedef, layout, decays)
     )
     return dataclasses.replace(binding, treedef=treedef)
 
@@ -229,6 +243,7 @@ def _declared(
 
 
 def _register(
+    key: Any,
     rule: Rule,
     options: Options,
     leaves: Leaves,
@@ -264,7 +279,7 @@ def _register(
     operands = tuple(part for part, _ in parts)
     program = Program(engine.number, number, plan, operands, bucket_reads, layout)
     return Binding(
-        name, number, _without_tracers(rule), tuple(specs), whole, layout, operands, plan, treedef, program.make()
+        key, name, number, _without_tracers(rule), tuple(specs), whole, layout, operands, plan, treedef, program.make()
     )
 
 

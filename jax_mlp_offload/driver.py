@@ -20,7 +20,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jax_mlp_offload import errors, native
 from jax_mlp_offload.backends import Backend, Place
@@ -33,6 +33,29 @@ _LONGEST_WAIT_S = 1.0  # between two looks at the clock
 _RENEWAL_S = 600.0  # between two signs of life to each tier
 _SUSPENDED_S = 1.0  # a wait that took so much longer: the process was stopped meanwhile
 _Call = tuple[Callable[[], Any], bool, concurrent.futures.Future[Any]]  # what to run, whether when quiescent, for whom
+
+
+class Loading(Protocol):
+    """Whoever hands over operations that are not XLA's: their requests are below zero."""
+
+    def update(self, record: Record) -> None:
+        """The record is to be filled in, in its slot; answered by ``update_done``."""
+
+    def complete(self, request: int, ticket: int) -> None:
+        """The operation has ended."""
+
+    def fail(self, request: int, message: str) -> None:
+        """The operation was refused."""
+
+
+class Watched(Protocol):
+    """Whoever holds records and is looked after."""
+
+    def check(self, now_s: float) -> None:
+        """Time passed."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until it is over, on another thread than the driver's."""
 
 
 class _Ended(NamedTuple):
@@ -72,6 +95,8 @@ class Driver:
         self._scheduler = scheduler
         self._backends = backends
         self._array_name = array_name
+        self.loads: dict[int, Loading] = {}  # by request; this thread's, as the next
+        self.captures: set[Watched] = set()
         self._calls: collections.deque[_Call] = collections.deque()
         self._lock = threading.Lock()
         self._stopping = False
@@ -158,6 +183,8 @@ class Driver:
             self._renewal_s = now_s + _RENEWAL_S
             for backend in self._backends:
                 backend.renew()
+        for capture in list(self.captures):
+            capture.check(now_s)
         self._perform()
         if self._calls and len(events) < _BATCH:  # they are to see all that happened before they were made
             self._run_calls()
@@ -224,6 +251,14 @@ class Driver:
         while actions := self._scheduler.take_actions():
             for action in actions:
                 match action:
+                    case Update(record, request, _) if request < 0:
+                        self.loads[request].update(record)
+                    case Complete(request, ticket) if request < 0:
+                        self.loads[request].complete(request, ticket)
+                    case HandBack(request) if request < 0:  # it has no results
+                        self._scheduler.handed_back(request, native.now_s())
+                    case Fail(request, message) if request < 0:
+                        self.loads[request].fail(request, message)
                     case Update(record, request, fresh):
                         self._engine.update(request, record.subgroup, record.slot, fresh, record.index)
                     case Read(record):

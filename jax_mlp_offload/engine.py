@@ -14,17 +14,19 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jax_mlp_offload import errors, native, sizing
 from jax_mlp_offload.backends import Backend, Place, make_backend
+from jax_mlp_offload.capture import Capture
 from jax_mlp_offload.driver import Driver
 from jax_mlp_offload.exclusive import Access, Sharing
 from jax_mlp_offload.first_probe import LEAST_BYTES, FirstProbe
-from jax_mlp_offload.instances import ForeignParams
+from jax_mlp_offload.instances import ForeignParams, Instance
+from jax_mlp_offload.load import Fill, Load
 from jax_mlp_offload.placement import Device, TierSpec
 from jax_mlp_offload.plan import (
     CELL_ELEMENTS,
@@ -276,18 +278,74 @@ class Engine:
 
         def collect() -> dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]:
             instance = self.scheduler.instances[number]
-            if instance.error is not None:
-                raise instance.error
-            if serial != instance.ledger.latest:
-                raise errors.StaleTicketError(
-                    f"optimizer {instance.name!r}: the state has ticket {serial}, but the store holds that of "
-                    f"{instance.ledger.latest}; read the state that the last update returned"
-                )
+            self._check_current(instance, serial)
             return {key: [self._copy(record) for record in row] for key, row in instance.records.items()}
 
         result: dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
         result = self.driver.call(collect, self.deadline_s, when_quiescent=True)
         return result
+
+    def capture(self, serials: Mapping[int, int]) -> dict[int, Capture]:
+        """Keeps optimizers' records as they are now, between two steps; training goes on. Each has to be closed.
+
+        Args:
+          serials: for each optimizer the ticket of the state that is wanted.
+
+        Raises:
+          errors.OffloadError: if an optimizer's last update failed.
+          errors.StaleTicketError: if the store holds another step than that of the state.
+          errors.DeadlineError: if steps or transfers do not end in time.
+        """
+
+        def begin() -> dict[int, Capture]:
+            captures = {}
+            for number, serial in serials.items():
+                instance = self.scheduler.instances[number]
+                self._check_current(instance, serial)
+                captures[number] = Capture(
+                    instance,
+                    self.driver,
+                    self.scheduler,
+                    self.backends,
+                    self._native,
+                    self._array_name,
+                    self.deadline_s,
+                )
+            try:
+                for capture in captures.values():
+                    self.driver.captures.add(capture)
+                    capture.begin()
+            except BaseException:
+                for capture in captures.values():
+                    capture.end()
+                raise
+            return captures
+
+        captures: dict[int, Capture] = self.driver.call(begin, self.deadline_s, when_quiescent=True)
+        return captures
+
+    def load(self, number: int, fill: Fill) -> int:
+        """Puts a state from outside in the place of an optimizer's; returns its ticket. See :class:`Load`."""
+        return Load(number, self.driver, self.scheduler, self._native).run(fill)
+
+    def take_ticket(self, number: int, mine: int, agreed: int) -> None:
+        """All processes of a job agreed on the ticket of a state that each has loaded."""
+
+        def take() -> None:
+            for device in self.scheduler.instances[number].devices:
+                self.scheduler.agreed(number, device, mine, agreed, native.now_s())
+
+        self.driver.call(take, _CALL_TIMEOUT_S)
+
+    @staticmethod
+    def _check_current(instance: Instance, serial: int) -> None:
+        if instance.error is not None:
+            raise instance.error
+        if serial != instance.ledger.latest:
+            raise errors.StaleTicketError(
+                f"optimizer {instance.name!r}: the state has ticket {serial}, but the store holds that of "
+                f"{instance.ledger.latest}; read the state that the last update returned"
+            )
 
     def _copy(self, record: Record) -> np.ndarray[Any, Any] | None:
         if record.void or record.life is Life.ABSENT:
@@ -336,6 +394,8 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
+        for capture in list(self.driver.captures):  # a checkpoint that is being written
+            capture.wait(self.deadline_s)
 
         def stop() -> None:  # on a thread of its own: either may hang in a system call
             self.driver.stop()

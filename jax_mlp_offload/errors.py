@@ -37,6 +37,10 @@ class DeadlineError(OffloadError):
     """Storage gave no answer within the store's deadline."""
 
 
+class CheckpointError(OffloadError):
+    """A checkpoint or snapshot cannot be restored: it is damaged, incomplete, or of something else."""
+
+
 class ClosedError(OffloadError):
     """The store was used after it had been closed."""
 
@@ -51,3 +55,7 @@ class TierWarning(UserWarning):
 
 class SkippedStepWarning(UserWarning):
     """A step was skipped because its gradients were not finite."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was restored that is not quite as this optimizer would have written it."""

@@ -36,6 +36,8 @@ unregister_engine = _native.unregister_engine
 isa_in_use = _native.isa_in_use
 force_isa = _native.force_isa
 CELL_ELEMENTS: int = _native.CELL_ELEMENTS
+CELL_OF_ANY_PARAMS: int = _native.CELL_OF_ANY_PARAMS
+CELL_WITHOUT_MASTERS: int = _native.CELL_WITHOUT_MASTERS
 ADAM_HYPER_COUNT: int = _native.ADAM_HYPER_COUNT
 SGD_HYPER_COUNT: int = _native.SGD_HYPER_COUNT
 

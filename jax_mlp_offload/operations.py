@@ -58,9 +58,17 @@ class Operations:
     # -- arrival
 
     def arrive(
-        self, request: int, instance: int, bucket: int, device: int, run_id: int, ticket: int, skip: bool
+        self,
+        request: int,
+        instance: int,
+        bucket: int,
+        device: int,
+        run_id: int,
+        ticket: int,
+        skip: bool,
+        loads: bool = False,
     ) -> None:
-        """XLA handed over one bucket of one device; what may start is in ``ready``."""
+        """XLA handed over one bucket of one device, or a state is put in; what may start is in ``ready``."""
         owner = self.instances[instance]
         step = owner.ledger.admit(bucket, device, run_id, ticket)
         if step.doomed is not None:
@@ -71,7 +79,8 @@ class Operations:
             owner.start_afresh()
         if step.failed and owner.ledger.broken is not None and owner.error is None:
             owner.error = errors.StaleTicketError(owner.ledger.broken)
-        operation = Operation(request, instance, bucket, device, step.serial, step.order, skip=skip, fresh=ticket == 0)
+        fresh = ticket == 0
+        operation = Operation(request, instance, bucket, device, step.serial, step.order, skip, fresh, loads)
         self._open[request] = operation
         self._steps[request] = step
         self._devices[device].op_arrived(self.now_s)
@@ -207,7 +216,7 @@ class Operations:
         if not turns:
             del self._turns[key]
         self._next_turn(operation)
-        if owner.ledger.completed(step) and not step.failed:
+        if owner.ledger.completed(step) and not step.failed and not operation.loads:
             owner.steps += 1
             self._tell_adopted(owner, step)
 

@@ -293,14 +293,21 @@ class Placement:
         taking.written.begin(now_s)
 
     def write_ends(
-        self, tier: int, size_bytes: int, now_s: float, ok: bool, queue_s: float = 0.0, abandoned: bool = False
+        self,
+        tier: int,
+        size_bytes: int,
+        now_s: float,
+        ok: bool,
+        queue_s: float = 0.0,
+        abandoned: bool = False,
+        record: int | None = None,
     ) -> None:
         """A write ended, after it had waited for ``queue_s``; one that was abandoned tells nothing of the bandwidth."""
         ended = self.tiers[tier]
         ended.files.write_ends(size_bytes)
         if not ok:
             self._writes_left += 1  # it is written again
-            self.forget(tier, size_bytes)
+            self.forget(tier, size_bytes, record)
         if not abandoned:
             ended.written.end(size_bytes, now_s, ok, queue_s)
             if ended.device.writes.end(size_bytes, now_s, ok):
@@ -312,12 +319,19 @@ class Placement:
         self.tiers[tier].read.begin(now_s)
 
     def read_ends(
-        self, tier: int, size_bytes: int, now_s: float, ok: bool, queue_s: float = 0.0, abandoned: bool = False
+        self,
+        tier: int,
+        size_bytes: int,
+        now_s: float,
+        ok: bool,
+        queue_s: float = 0.0,
+        abandoned: bool = False,
+        record: int | None = None,
     ) -> None:
         """A read ended; what the tier holds of the record is no longer needed if it went well."""
         ended = self.tiers[tier]
         if ok:
-            self.forget(tier, size_bytes)
+            self.forget(tier, size_bytes, record)
         if not abandoned:
             ended.read.end(size_bytes, now_s, ok, queue_s)
             if ended.device.reads.end(size_bytes, now_s, ok):
@@ -338,9 +352,9 @@ class Placement:
         self._changed()
         return [other.spec.name for other in self.tiers if not other.retired]
 
-    def forget(self, tier: int, size_bytes: int) -> None:
-        """The tier no longer holds a record of this size; its file may be taken over."""
-        self.tiers[tier].files.moved_on(size_bytes)
+    def forget(self, tier: int, size_bytes: int, record: int | None = None) -> None:
+        """The tier no longer holds a record of this size; its file may be taken over, unless it is kept."""
+        self.tiers[tier].files.moved_on(size_bytes, record)
 
     def give_up(self, tier: int, size_bytes: int, record: int) -> None:
         """What the tier holds of the record no longer counts; the file stays the record's until it is written anew."""

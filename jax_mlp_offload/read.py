@@ -45,7 +45,7 @@ def read_state(state: Any) -> Any:
       ValueError: if no open store holds the state (it belongs to another process, or to an earlier step).
       OffloadError: if a record cannot be read, or the last update failed.
     """
-    return _map(state, _optax_state)
+    return _map(state, _read)
 
 
 def read_masters(state: Any, params: Any) -> Any:
@@ -68,9 +68,9 @@ def read_masters(state: Any, params: Any) -> Any:
     if not states:
         raise ValueError("read_masters: there is no OffloadState in this state; give that of an offloaded optimizer")
     for found in states:
-        if not masters or not _ticket(found):
+        if not masters or not ticket_of(found):
             continue  # no update yet: the masters are the params
-        store, binding = _find(found)
+        store, binding = find_optimizer(found)
         records = _records(found, store, binding)
         remainders = {} if records is None else _sections(binding, records, "master")
         for index, (leaf, shape) in enumerate(zip(binding.leaves, binding.shapes, strict=True)):
@@ -93,9 +93,9 @@ def _map(state: Any, function: Callable[[OffloadState], Any]) -> Any:
     return jax.tree.map(lambda x: function(x) if _is_state(x) else x, state, is_leaf=_is_state)
 
 
-def _find(state: OffloadState) -> tuple[Store, Binding]:
+def find_optimizer(state: OffloadState) -> tuple[Store, Binding]:
     """The store and optimizer that this state belongs to."""
-    ticket = _ticket(state)
+    ticket = ticket_of(state)
     if ticket == POISON:
         raise OffloadError(
             "this state comes from an update that failed: its moments are lost. flush() of its store says why; restore "
@@ -142,24 +142,30 @@ def _reference(binding: Binding) -> Any:
     return state_shapes(binding.rule, binding.treedef, binding.shapes)
 
 
-def _initial() -> Any:
-    """The optax state before the first update, where it is the same for every optimizer that was initialised."""
-    references = [d.initial() for store in live_stores() for d in store.declarations() if d.initial is not None]
+def initial_state() -> Any:
+    """Shapes of the optax state before the first update, where it is the same for every optimizer there is.
+
+    Raises:
+      ValueError: if it is not.
+    """
+    declared = [found for store in live_stores() for found in store.declarations().values()]
+    references = [found.initial() for found in declared if found.initial is not None]
     if not references or any(reference != references[0] for reference in references):
         raise ValueError(
             "the moments of this state cannot be told: no update has been made from it yet, and several optimizers "
             "(or none) could be meant; make one first"
         )
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), references[0])
+    return references[0]
 
 
-def _ticket(state: OffloadState) -> int:
+def ticket_of(state: OffloadState) -> int:
+    """A state's ticket, once the step that it comes from is done."""
     return int(np.asarray(state.ticket)[0])
 
 
 def _records(state: OffloadState, store: Store, binding: Binding) -> _Records | None:
     """The records of a state; None if nothing is stored, as before the first update and after a first one skipped."""
-    ticket = _ticket(state)
+    ticket = ticket_of(state)
     error: OffloadError | None = None
     records: _Records = {}
     try:
@@ -183,20 +189,34 @@ def _fails_anywhere(binding: Binding, here: bool) -> bool:
     return bool(jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(flags))
 
 
-def _optax_state(state: OffloadState) -> Any:
-    if _ticket(state) == 0 and int(state.count) == 0:
-        return _initial()
-    store, binding = _find(state)
+def _read(state: OffloadState) -> Any:
+    if ticket_of(state) == 0 and int(state.count) == 0:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), initial_state())
+    store, binding = find_optimizer(state)
     records = _records(state, store, binding)
-    reference = _reference(binding)
-    values: dict[str, Any] = {"count": state.count}
-    for field, section in binding.rule.moments().items():
+
+    def moments(section: str) -> list[Any]:
         found = {} if records is None else _sections(binding, records, section)
-        leaves = [
-            found[leaf] if leaf in found else _zeros(binding, leaf, _section_dtype(binding, leaf, section))
+        return [
+            found[leaf] if leaf in found else _zeros(binding, leaf, section_dtype(binding, leaf, section))
             for leaf in range(len(binding.leaves))
         ]
-        values[field] = jax.tree.unflatten(binding.treedef, leaves)
+
+    return optax_state(binding, state.count, moments)
+
+
+def optax_state(binding: Binding, count: Any, moments: Callable[[str], list[Any]]) -> Any:
+    """The state that optax has of the optimizer.
+
+    Args:
+      binding: the optimizer.
+      count: updates so far.
+      moments: what to put in the place of a section's (mu or nu) moments, one for each leaf.
+    """
+    reference = _reference(binding)
+    values: dict[str, Any] = {"count": count}
+    for field, section in binding.rule.moments().items():
+        values[field] = jax.tree.unflatten(binding.treedef, moments(section))
     if not any(name == "count" for name in _fields(reference)):
         del values["count"]
     return optax.tree.set(reference, **values)
@@ -218,7 +238,7 @@ def _sections(binding: Binding, records: _Records, section: str) -> dict[int, ja
         begin = 0
         for index in plan.leaves:
             part = binding.parts[index]
-            dtype, end = _section_dtype(binding, part.leaves[0], section), begin + part.share
+            dtype, end = section_dtype(binding, part.leaves[0], section), begin + part.share
             shares = {
                 device: _range(plan, records[bucket, device], begin, end, section, dtype)
                 for device in binding.layout.devices
@@ -228,7 +248,8 @@ def _sections(binding: Binding, records: _Records, section: str) -> dict[int, ja
     return found
 
 
-def _section_dtype(binding: Binding, leaf: int, section: str) -> Any:
+def section_dtype(binding: Binding, leaf: int, section: str) -> Any:
+    """What a leaf's records hold of a section."""
     param = binding.leaves[leaf].dtype
     if section == "master":
         return np.int16 if param == "bfloat16" else np.float32

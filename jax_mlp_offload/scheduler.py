@@ -127,11 +127,20 @@ class Scheduler:
     # -- events
 
     def arrived(
-        self, request: int, instance: int, bucket: int, device: int, run_id: int, ticket: int, skip: bool, now_s: float
+        self,
+        request: int,
+        instance: int,
+        bucket: int,
+        device: int,
+        run_id: int,
+        ticket: int,
+        skip: bool,
+        now_s: float,
+        loads: bool = False,
     ) -> None:
-        """XLA handed over one bucket of one device."""
+        """XLA handed over one bucket of one device, or (``loads``) a state for it is at hand."""
         self._operations.now_s = now_s
-        self._operations.arrive(request, instance, bucket, device, run_id, ticket, skip)
+        self._operations.arrive(request, instance, bucket, device, run_id, ticket, skip, loads)
         self._settle()
 
     def agreed(self, instance: int, device: int, mine: int, ticket: int, now_s: float) -> None:
@@ -182,7 +191,7 @@ class Scheduler:
             cache.release(record)
         else:
             if error is None:
-                self.placement.forget(tier, record.size_bytes)  # wanted again while it was written
+                self.placement.forget(tier, record.size_bytes, record.index)  # wanted again while it was written
             else:
                 self._retire(tier, error)
             record.tier = None
@@ -219,6 +228,27 @@ class Scheduler:
         """The old params are in the operation's results."""
         self._operations.now_s = now_s
         self._operations.handed_back(request)
+        self._settle()
+
+    def hold(self, record: Record) -> None:
+        """Keeps what a record holds as it is until ``let_go``: it may be read, but is neither updated nor evicted."""
+        record.holds += 1
+        self.devices[record.device].wake(record)
+
+    def let_go(self, records: Sequence[Record], now_s: float) -> None:
+        """Who held these records needs them no more."""
+        self._operations.now_s = now_s
+        for record in records:
+            record.holds -= 1
+            if not record.holds and record.slot is not None and record.life in (Life.READY, Life.DIRTY):
+                self._use_or_rest(record)
+            self._moving[self.devices[record.device]] = None
+        self._settle()
+
+    def fail(self, instance: int, cause: errors.OffloadError, now_s: float) -> None:
+        """What an optimizer is given from outside cannot be had: its open operations end, and it is broken."""
+        self._operations.now_s = now_s
+        self._fail(self.instances[instance], cause)
         self._settle()
 
     def tick(self, now_s: float) -> None:
@@ -272,7 +302,7 @@ class Scheduler:
             record.void = record.void or operation.fresh
             if not operation.skip:
                 cache.ask(record, operation)
-            elif record.life is Life.DIRTY:
+            elif record.life is Life.DIRTY and not record.holds:
                 cache.wake(record)
                 cache.rest(record)
         if operation.skip:
@@ -304,7 +334,7 @@ class Scheduler:
             return
         cache = self.devices[record.device]
         record.wanted_by = operation
-        if record.life is Life.STORED and record.void:
+        if record.life is Life.STORED and record.void and not record.holds:
             assert record.tier is not None
             self.placement.give_up(record.tier, record.size_bytes, record.index)
             record.life, record.tier = Life.ABSENT, None
@@ -319,6 +349,9 @@ class Scheduler:
     def _start_update(self, record: Record) -> None:
         operation = record.wanted_by
         assert operation is not None
+        if record.holds:
+            record.life = Life.READY
+            return
         fresh = record.void or record.life is Life.ABSENT
         record.life = Life.UPDATING
         operation.updating += 1
@@ -331,7 +364,8 @@ class Scheduler:
             self._start_update(record)
         else:
             record.life = Life.DIRTY
-            self.devices[record.device].rest(record)
+            if not record.holds:
+                self.devices[record.device].rest(record)
 
     def _move(self, cache: DeviceCache, desperate: bool = False) -> None:
         """Moves a device on as far as it goes: slots to waiting records, victims to tiers."""

@@ -4,7 +4,9 @@
    needs a new file. So a tier holds, for each size, as many bytes as it ever stored at once.
 2. A record that was given up (its optimizer starts afresh) keeps its file until it is written anew: over that file in
    the same tier, else the file becomes a spare.
-3. A new file needs room: what was last seen to be free on the file system, less what was given out since. A write in
+3. The file of a record that is *kept* (a checkpoint or snapshot holds a link to it) is never written over: once the
+   record is written anew, it is no longer the tier's.
+4. A new file needs room: what was last seen to be free on the file system, less what was given out since. A write in
    flight counts whole, though it may have taken part of its room already: so more seems taken than is, never less.
 
 Tiers without a file system that fills up (none was ever seen) have room up to their capacity.
@@ -63,6 +65,7 @@ class Files:
         self._spares: Counter[int] = Counter()  # by size
         self._growing: Counter[int] = Counter()  # writes in flight that need a new file, by size
         self._given_up: dict[int, int] = {}  # record -> size of the file that it keeps
+        self._kept: set[int] = set()  # records whose file has another link
 
     @property
     def bounded(self) -> bool:
@@ -97,15 +100,31 @@ class Files:
             self._growing[size_bytes] -= 1
             self.system.grew(size_bytes)
 
-    def moved_on(self, size_bytes: int) -> None:
-        """A record lives elsewhere now: its file may be taken over."""
+    def keep(self, record: int) -> None:
+        """The record's file has another link, whose owner wants it to stay as it is."""
+        self._kept.add(record)
+
+    def let_go(self, record: int) -> None:
+        """The link is gone again, if the record still has that file."""
+        self._kept.discard(record)
+
+    def moved_on(self, size_bytes: int, record: int | None) -> None:
+        """A record lives elsewhere now: its file may be taken over, unless it is kept."""
         self.stored_bytes -= size_bytes
-        self._spares[size_bytes] += 1
+        if record in self._kept:
+            self._kept.remove(record)
+            self.held_bytes -= size_bytes
+        else:
+            self._spares[size_bytes] += 1
 
     def give_up(self, size_bytes: int, record: int) -> None:
         """What is stored of the record no longer counts, but it keeps the file until it is written anew."""
         self.stored_bytes -= size_bytes
-        self._given_up[record] = size_bytes
+        if record in self._kept:
+            self._kept.remove(record)
+            self.held_bytes -= size_bytes
+        else:
+            self._given_up[record] = size_bytes
 
     def written_elsewhere(self, record: int) -> None:
         """If the record kept a file here, that may be taken over."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -40,6 +41,8 @@ class Declared:
     given: Given | None = None  # their shardings, if they are known
     device: int | None = None  # ordinal of the one device that they lie on, if they are concrete
     initial: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)  # shapes of optax's state
+    bind: Callable[[Sequence[Any]], Any] | None = dataclasses.field(default=None, compare=False)  # for these params
+    order: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)  # among all calls of init
 
 
 class Store:
@@ -203,6 +206,8 @@ class Store:
                 self._declared[key] = declared
                 if known is not None and declared.given != known.given:
                     self._settled.pop(key, None)
+            else:
+                self._declared[key] = dataclasses.replace(known, order=declared.order, bind=declared.bind)
 
     def known(self, key: Any) -> Declared | None:
         """What ``init`` saw of an optimizer, if it was called."""
@@ -255,10 +260,10 @@ class Store:
                 self._bound[key] = make()
             return self._bound[key]
 
-    def declarations(self) -> list[Declared]:
-        """What every ``init`` saw."""
+    def declarations(self) -> dict[Any, Declared]:
+        """What every ``init`` saw, by the optimizer's identity."""
         with self._lock:
-            return list(self._declared.values())
+            return dict(self._declared)
 
     def bindings(self) -> list[Any]:
         """Everything that was bound."""

@@ -68,7 +68,7 @@ class Transfers:
         queue_s = 0.0 if since_s is None or begun_s is None else max(0.0, begun_s - since_s)
         late = self.overdue.pop(record.index, None) is not None
         ended = self.placement.read_ends if life is Life.READING else self.placement.write_ends
-        ended(tier, record.size_bytes, now_s, ok, queue_s, late)
+        ended(tier, record.size_bytes, now_s, ok, queue_s, late, record.index)
         self.placement.tiers[tier].files.system.seen(free_bytes)
         self._stuck.pop(record.index, None)
         return tier, late

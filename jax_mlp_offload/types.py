@@ -17,7 +17,7 @@ class Life(enum.Enum):
 
     ABSENT = "absent"  # nothing stored: moments and remainder are zero
     READING = "reading"  # a slot is being filled from a tier
-    READY = "ready"  # in a slot, read for an operation that waits for it
+    READY = "ready"  # in a slot for an operation that waits for it: just read, or held
     UPDATING = "updating"  # in a slot that a kernel works on
     DIRTY = "dirty"  # in a slot; whatever a tier holds of it is older
     WRITING = "writing"  # in a slot that is being written out
@@ -39,6 +39,7 @@ class Record:
     tier: int | None = None  # STORED, READING: where it is; WRITING: where it goes
     crc: int = 0
     void: bool = False  # the next update starts afresh, whatever is stored
+    holds: int = 0  # who still copies what it holds: until they are done it is not updated, nor evicted
     asked: int = 0  # the last step whose operation came for it, whether it ran or not
     wanted_by: Operation | None = None
 
@@ -55,6 +56,7 @@ class Operation:
     order: int  # of its step among all steps
     skip: bool = False  # leave the state alone and hand back
     fresh: bool = False  # ticket 0: nothing stored counts
+    loads: bool = False  # no step of XLA's: a state is put in from outside
     started: bool = False  # else it waits for an older operation on the same records
     pending: int = 0  # records not updated yet
     updating: int = 0  # records that a kernel works on

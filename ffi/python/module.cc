@@ -266,6 +266,8 @@ void bind_tools(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(kFfiApiMajor, kFfiApiMinor);
   m.attr("CELL_ELEMENTS") = kCellElements;
+  m.attr("CELL_OF_ANY_PARAMS") = kCellOfAnyParams;
+  m.attr("CELL_WITHOUT_MASTERS") = kCellWithoutMasters;
   m.attr("ADAM_HYPER_COUNT") = static_cast<int>(kAdamHyperCount);
   m.attr("SGD_HYPER_COUNT") = static_cast<int>(kSgdHyperCount);
   m.def("registrations", [] {

@@ -103,6 +103,21 @@ class Backend(abc.ABC):
           RuntimeError: if it cannot be read, or its CRC32C is wrong.
         """
 
+    def keep(self, place: Place, number: int) -> str | None:
+        """Makes what is stored there outlive the record's next write; returns the path of a file that holds it.
+
+        Args:
+          place: a record that is stored here.
+          number: of whoever keeps it, for ``let_go``.
+
+        Returns:
+          None where this tier cannot do that without copying.
+        """
+        return None
+
+    def let_go(self, number: int) -> None:  # noqa: B027
+        """Removes what was kept under this number."""
+
     def facts(self) -> dict[str, Any]:
         """What this mechanism adds to the tier's statistics."""
         return {}

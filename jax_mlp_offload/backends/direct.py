@@ -35,9 +35,9 @@ class DirectBackend(Backend):
         self.lies_on(self._folder.device)
         self._turns = sharing.turns(self._folder.device)
         read_bps, write_bps = tier.number("read_limit") or 0, tier.number("write_limit") or 0
-        self._number: int = engine.add_tier(True, read_bps, write_bps, IO_THREADS, IO_BLOCK_BYTES, self._turns.path)
+        self.number: int = engine.add_tier(True, read_bps, write_bps, IO_THREADS, IO_BLOCK_BYTES, self._turns.path)
         self._in_turns = self._turns.on
-        engine.set_exclusive(self._number, self._in_turns)
+        engine.set_exclusive(self.number, self._in_turns)
 
     def free_bytes(self) -> int | None:
         """See :class:`Backend`."""
@@ -47,7 +47,7 @@ class DirectBackend(Backend):
         """See :class:`Backend`."""
         if self._turns.phase(now_s) != self._in_turns:
             self._in_turns = self._turns.on
-            self._engine.set_exclusive(self._number, self._in_turns)
+            self._engine.set_exclusive(self.number, self._in_turns)
 
     def renew(self) -> None:
         """See :class:`Backend`."""
@@ -59,7 +59,7 @@ class DirectBackend(Backend):
 
     def facts(self) -> dict[str, Any]:
         """See :class:`Backend`."""
-        return {"exclusive": self._turns.facts() | self._engine.turns(self._number)}
+        return {"exclusive": self._turns.facts() | self._engine.turns(self.number)}
 
     def add_array(self, array: str, records: int, record_bytes: int) -> None:
         """See :class:`Backend`."""
@@ -68,12 +68,12 @@ class DirectBackend(Backend):
     def read(self, place: Place, slot: int, crc: int, token: int) -> None:
         """See :class:`Backend`."""
         path = self._folder.path_to_read(place.array, place.index)
-        self._engine.read(self._number, path, slot, place.size_bytes, crc, token)
+        self._engine.read(self.number, path, slot, place.size_bytes, crc, token)
 
     def write(self, place: Place, slot: int, token: int) -> None:
         """See :class:`Backend`."""
         path = self._folder.path_to_write(place.array, place.index, place.size_bytes)
-        self._engine.write(self._number, path, slot, place.size_bytes, token)
+        self._engine.write(self.number, path, slot, place.size_bytes, token)
 
     def moved_on(self, place: Place) -> None:
         """See :class:`Backend`."""
@@ -82,7 +82,15 @@ class DirectBackend(Backend):
     def read_now(self, place: Place, target: np.ndarray[Any, Any], crc: int) -> None:
         """See :class:`Backend`."""
         path = self._folder.path_to_read(place.array, place.index)
-        native.read_file(path, target, crc, self._engine.direct_in_use(self._number))
+        native.read_file(path, target, crc, self._engine.direct_in_use(self.number))
+
+    def keep(self, place: Place, number: int) -> str | None:
+        """See :class:`Backend`: a hard link."""
+        return self._folder.keep(place.array, place.index, number)
+
+    def let_go(self, number: int) -> None:
+        """See :class:`Backend`."""
+        self._folder.let_go(number)
 
     def forked(self) -> None:
         """See :class:`Backend`."""

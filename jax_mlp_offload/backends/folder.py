@@ -11,6 +11,8 @@ It is laid out so:
    uncompressed chunk a subgroup: the chunk file ``c/<subgroup>/0`` is the record, byte for byte.
 4. A record that is written to a tier takes over the file of a record of the same size that has moved on, if there is
    one: blocks are not allocated anew, and a tier holds no more files than it ever held records at once.
+5. A file that has another link (in ``kept/<number>/``, or in a snapshot) is somebody else's too: it is never written
+   over. Its record gets a new file, and the old one goes with its last link.
 
 Thread contract: a folder is used by one thread at a time, but for ``add_array``, which any thread may call before
 others use that array.
@@ -132,6 +134,8 @@ class Folder:
             elif spare:
                 os.rename(spare.popitem()[0], target)
             self._owner[key] = target
+        if _links(target) > 1:
+            os.unlink(target)
         return str(target)
 
     def path_to_read(self, name: str, index: int) -> str:
@@ -141,8 +145,30 @@ class Folder:
     def moved_on(self, name: str, index: int, record_bytes: int) -> None:
         """The record lives elsewhere now: its file may be taken over."""
         target = self._owner.pop((name, index), None)
-        if target is not None and os.path.exists(target):  # exists() of pathlib raises where it may not look
+        links = 0 if target is None else _links(target)
+        if target is not None and links == 1:
             self._spare.setdefault(record_bytes, {})[target] = None
+        elif target is not None and links > 1:
+            try:
+                os.unlink(target)
+            except OSError as error:  # its next write finds it, and tries again
+                _log.warning("tier %r: %s", self.tier.name, error)
+
+    def keep(self, name: str, index: int, number: int) -> str | None:
+        """Links a record's file into ``kept/<number>/``; returns the link's path, None if the file system has no links."""
+        kept = self.path / "kept" / str(number)
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = kept / f"{name.replace('/', '.')}.{index}"
+        try:
+            os.link(self._owner[name, index], path)
+        except OSError as error:
+            _log.info("tier %r: no hard links: %s", self.tier.name, error)
+            return None
+        return str(path)
+
+    def let_go(self, number: int) -> None:
+        """Removes ``kept/<number>/``."""
+        shutil.rmtree(self.path / "kept" / str(number), ignore_errors=True)
 
     def forked(self) -> None:
         """This is a forked child: the folder stays the parent's, and its lock is to die with the parent."""
@@ -163,6 +189,14 @@ def free_bytes_at(path: str | os.PathLike[str]) -> int | None:
     """Bytes that this user may still take on a path's file system; None: it does not count its space."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def _links(path: pathlib.Path) -> int:
+    """How many names a file has; 0: there is none (or it cannot be looked at)."""
+    try:
+        return os.stat(path).st_nlink
+    except OSError:
+        return 0
 
 
 def _remove_leftovers(root: pathlib.Path) -> None:

@@ -92,8 +92,10 @@ struct Runner {
   Scratch& scratch;
 
   bool cell_is_ours(int64_t begin, int n) {
-    return has_hash(as_u16(at(segment.param, spec.param, begin)), spec.param, n,
-                    segment.cells[begin / kCellElements]);
+    const uint32_t hash = segment.cells[begin / kCellElements];
+    return hash == kCellOfAnyParams ||
+           (hash != kCellWithoutMasters &&
+            has_hash(as_u16(at(segment.param, spec.param, begin)), spec.param, n, hash));
   }
 
   // Masters of a block; without `trust` they are the params themselves.
@@ -182,10 +184,12 @@ struct Runner {
   // Returns whether the params of the cell were replaced from outside.
   bool cell(int64_t begin, int n) {
     const bool guarded = spec.param != DType::kF32;
-    const bool adopted = guarded && !fresh && !cell_is_ours(begin, n);
+    const bool trust = !fresh && (!guarded || cell_is_ours(begin, n));
+    const bool adopted =
+        guarded && !fresh && !trust && segment.cells[begin / kCellElements] != kCellWithoutMasters;
     uint32_t hash = 0;
     for (int done = 0; done < n; done += kBlock) {
-      const uint64_t sum = block(begin + done, !fresh && !adopted, n - done < kBlock ? n - done : kBlock);
+      const uint64_t sum = block(begin + done, trust, n - done < kBlock ? n - done : kBlock);
       if (guarded) hash += share(sum, done / kBlock);
     }
     if (guarded) segment.cells[begin / kCellElements] = hash;

@@ -1,0 +1,161 @@
+"""Filling the records of an optimizer from the arrays of a checkpoint.
+
+Each record reads just what it holds, from wherever that lies in the checkpoint's arrays; so the checkpoint may have been
+written on another mesh, by other processes, with other subgroups, or by plain optax. Memory is bounded by the store's slots
+and the chunks that are decoded. Thread contract: any thread, several at once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_mlp_offload import native
+from jax_mlp_offload.binding import Binding
+from jax_mlp_offload.capture import Key
+from jax_mlp_offload.division import Box, Division, Piece, boxes_of, divide
+from jax_mlp_offload.errors import CheckpointError, CheckpointWarning, OffloadError
+from jax_mlp_offload.orbax.saving import SECTIONS, section_offset
+from jax_mlp_offload.read import section_dtype
+from jax_mlp_offload.types import POISON
+
+Arrays = Mapping[tuple[int, str], Any]
+"""The TensorStore of each (leaf, section); a section may be missing."""
+
+
+class Filler:
+    """Fills in records of one optimizer.
+
+    Args:
+      binding: the optimizer.
+      arrays: where to read from.
+
+    Raises:
+      CheckpointError: if it cannot be told how the optimizer's shards make up whole leaves.
+    """
+
+    def __init__(self, binding: Binding, arrays: Arrays) -> None:
+        self._binding, self._arrays = binding, arrays
+        self._process = jax.process_index()
+        division = divide(binding.layout, binding.plan, binding.parts, binding.shapes, self._process)
+        if division is None:
+            raise CheckpointError(
+                f"optimizer {binding.name!r} is used inside a shard_map without param_specs=, so it cannot be told how its "
+                "shards make up whole leaves; pass mesh= and param_specs= to it"
+            )
+        self._division: Division = division
+
+    def fill(self, key: Key, record: np.ndarray[Any, Any]) -> None:
+        """Fills in a record, uint8 [record_bytes]."""
+        plan = self._binding.plan.buckets[key.bucket]
+        first, count = plan.subgroups[key.subgroup]
+        record[:] = 0
+        reads = []
+        masters = True
+        holder = self._division.holder_of(self._process, key.device)
+        for piece in self._division.pieces(key.bucket, holder, first, count):
+            for section in SECTIONS:
+                if not getattr(plan.layout, f"{section}_bytes"):
+                    continue
+                array = self._arrays.get((piece.leaf, section))
+                if array is None:
+                    masters = False
+                    continue
+                dtype = np.dtype(section_dtype(self._binding, piece.leaf, section))
+                begin = section_offset(plan, section) + piece.at * dtype.itemsize
+                target = record[begin : begin + (piece.end - piece.begin) * dtype.itemsize].view(dtype)
+                reads += _reads(array, piece, target)
+        for target, read in reads:
+            target[:] = read.result().reshape(-1)  # converts, where dtypes differ
+        if plan.layout.guarded:
+            cells = native.CELL_OF_ANY_PARAMS if masters else native.CELL_WITHOUT_MASTERS
+            record[plan.cells_offset :].view(np.uint32)[:] = cells
+
+
+def _reads(array: Any, piece: Piece, target: np.ndarray[Any, Any]) -> list[tuple[np.ndarray[Any, Any], Any]]:
+    reads, at = [], 0
+    for box in boxes_of([size for _, size in piece.box], piece.begin, piece.end):
+        size = int(np.prod([n for _, n in box], dtype=np.int64))
+        reads.append((target[at : at + size], array[_index(piece.box, box)].read()))
+        at += size
+    return reads
+
+
+def _index(outer: Box, inner: Box) -> tuple[slice, ...]:
+    return tuple(slice(o + s, o + s + n) for (o, _), (s, n) in zip(outer, inner, strict=True))
+
+
+def warn_of_conversions(binding: Binding, arrays: Arrays, where: str) -> None:
+    """Says which moments are stored otherwise than this optimizer keeps them, and whether masters are missing."""
+    converted = {
+        f"{section} from {array.dtype.name} to {wanted.name}"
+        for (leaf, section), array in arrays.items()
+        if section != "master"
+        and array.dtype.name != (wanted := np.dtype(section_dtype(binding, leaf, section))).name
+        and not (section == "nu" and wanted.name == "bfloat16")  # optax has none: it was widened to be saved
+    }
+    if converted:
+        warnings.warn(
+            f"the state at {where}: moments are converted ({', '.join(sorted(converted))})",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    guarded = [bucket for bucket in binding.plan.buckets if bucket.layout.master_bytes]
+    lacking = [
+        binding.leaves[leaf].path
+        for bucket in guarded
+        for part in bucket.leaves
+        for leaf in binding.parts[part].leaves
+        if (leaf, "master") not in arrays
+    ]
+    if lacking:
+        warnings.warn(
+            f"the state at {where} comes without float32 masters of {len(lacking)} 16-bit params ({', '.join(lacking[:4])}, "
+            "...): the params are taken for them, as they are. A checkpoint that jmo.orbax.OffloadSave wrote has them",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
+
+def load(binding: Binding, arrays: Arrays, engine: Any) -> int:
+    """Puts the arrays' state in the place of an optimizer's; returns its ticket, the same in all processes.
+
+    Raises:
+      OffloadError: if this process or another one could not load it.
+    """
+    if not binding.plan.buckets:
+        return 0
+    error: BaseException | None = None
+    mine = 0
+    try:
+        mine = engine.load(binding.number, Filler(binding, arrays).fill)
+    except BaseException as found:
+        error = found
+        if not binding.layout.spans:
+            raise
+    if not binding.layout.spans:
+        return mine
+    agreed = _largest(binding, POISON if error is not None else mine)
+    if error is not None:
+        raise error
+    engine.take_ticket(binding.number, mine, agreed)
+    if agreed == POISON:
+        raise OffloadError(
+            f"optimizer {binding.name!r}: another process could not load its part; its own message says why"
+        )
+    return agreed
+
+
+def _largest(binding: Binding, ticket: int) -> int:
+    """The largest of all processes' tickets."""
+    mesh = binding.layout.mesh
+    assert mesh is not None
+    everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    tickets = jax.make_array_from_callback((mesh.size,), everywhere, lambda _: np.full(1, ticket, np.uint32))
+    return int(jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))(tickets))
