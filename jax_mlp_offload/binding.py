@@ -14,11 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jax_mlp_offload import shardings
+from jax_mlp_offload.division import Division, divide
 from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.ops import Program
 from jax_mlp_offload.plan import LeafSpec, Plan
@@ -60,6 +62,39 @@ class Binding:
     plan: Plan
     treedef: Any
     run: Callable[..., tuple[Array, list[Array | None]]]
+
+    def section_dtype(self, leaf: int, section: str) -> np.dtype[Any]:
+        """What a leaf's records hold of a section (mu, nu or master)."""
+        param = self.leaves[leaf].dtype
+        if section == "master":
+            return np.dtype(np.int16 if param == "bfloat16" else np.float32)
+        kernel = self.rule.spec(param)
+        name = kernel.mu_dtype if section == "mu" else kernel.nu_dtype
+        return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else np.float32)
+
+    def division(self) -> Division:
+        """Which device of the job keeps what of each leaf.
+
+        Raises:
+          ValueError: if that cannot be told.
+        """
+        found = divide(self.layout, self.plan, self.parts, self.shapes, jax.process_index())
+        if found is None:
+            raise ValueError(
+                f"optimizer {self.name!r} is used inside a shard_map without param_specs=, so it cannot be told how its "
+                "shards make up whole leaves; pass mesh= and param_specs= to it"
+            )
+        return found
+
+    def masters(self) -> list[int]:
+        """Leaves of which records hold what the params lack of float32 masters."""
+        return [
+            leaf
+            for bucket in self.plan.buckets
+            if bucket.layout.master_bytes
+            for part in bucket.leaves
+            for leaf in self.parts[part].leaves
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 PAGE_BYTES = 4096
+SECTIONS = ("mu", "nu", "master")  # of a record, before its cells
 CELL_ELEMENTS = 4096
 _SECTION_BYTES = 64
 MAX_SUBGROUP_ELEMENTS = 64 * 2**20
@@ -70,6 +71,15 @@ class BucketPlan:
     master_offset: int
     cells_offset: int
     record_bytes: int
+
+    def offset(self, section: str) -> int:
+        """Where a section (mu, nu or master) begins in a record, in bytes."""
+        return {"mu": self.mu_offset, "nu": self.nu_offset, "master": self.master_offset}[section]
+
+    def has(self, section: str) -> bool:
+        """Whether records have a section (mu, nu or master)."""
+        layout = self.layout
+        return {"mu": layout.mu_bytes, "nu": layout.nu_bytes, "master": layout.master_bytes}[section] > 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

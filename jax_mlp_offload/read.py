@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -198,7 +197,7 @@ def _read(state: OffloadState) -> Any:
     def moments(section: str) -> list[Any]:
         found = {} if records is None else _sections(binding, records, section)
         return [
-            found[leaf] if leaf in found else _zeros(binding, leaf, section_dtype(binding, leaf, section))
+            found[leaf] if leaf in found else _zeros(binding, leaf, binding.section_dtype(leaf, section))
             for leaf in range(len(binding.leaves))
         ]
 
@@ -233,12 +232,12 @@ def _sections(binding: Binding, records: _Records, section: str) -> dict[int, ja
     """One section (mu, nu or master) of every leaf that has it, put together from the records of all devices."""
     found: dict[int, jax.Array] = {}
     for bucket, plan in enumerate(binding.plan.buckets):
-        if not getattr(plan.layout, f"{section}_bytes"):
+        if not plan.has(section):
             continue
         begin = 0
         for index in plan.leaves:
             part = binding.parts[index]
-            dtype, end = section_dtype(binding, part.leaves[0], section), begin + part.share
+            dtype, end = binding.section_dtype(part.leaves[0], section), begin + part.share
             shares = {
                 device: _range(plan, records[bucket, device], begin, end, section, dtype)
                 for device in binding.layout.devices
@@ -248,21 +247,11 @@ def _sections(binding: Binding, records: _Records, section: str) -> dict[int, ja
     return found
 
 
-def section_dtype(binding: Binding, leaf: int, section: str) -> Any:
-    """What a leaf's records hold of a section."""
-    param = binding.leaves[leaf].dtype
-    if section == "master":
-        return np.int16 if param == "bfloat16" else np.float32
-    kernel = binding.rule.spec(param)
-    name = kernel.mu_dtype if section == "mu" else kernel.nu_dtype
-    return ml_dtypes.bfloat16 if name == "bfloat16" else np.float32
-
-
 def _range(
     plan: BucketPlan, records: list[np.ndarray[Any, Any] | None], begin: int, end: int, section: str, dtype: Any
 ) -> np.ndarray[Any, Any]:
     """Elements ``[begin, end)`` of a bucket's section on one device: their part of each record."""
-    offset = {"mu": plan.mu_offset, "nu": plan.nu_offset, "master": plan.master_offset}[section]
+    offset = plan.offset(section)
     element_bytes = np.dtype(dtype).itemsize
     found = []
     for (first, count), record in zip(plan.subgroups, records, strict=True):

@@ -135,7 +135,7 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
     for number, saved in enumerate(job.saved):
         targets: dict[Target, Any] = {(leaf.leaf, leaf.section): t for leaf, t in leaves if leaf.saved is saved}
         masters = {}
-        for index in saved.masters():
+        for index in saved.binding.masters():
             name = f"{number}.{index}"
             path = str(directory / manifest.FOLDER / name)
             shape, dtype = saved.binding.shapes[index], saved.dtype(index, "master")

@@ -20,13 +20,13 @@ from orbax.checkpoint._src.handlers import standard_checkpoint_handler
 
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.errors import CheckpointError
+from jax_mlp_offload.filling import load, warn_of_conversions
 from jax_mlp_offload.orbax import manifest
 from jax_mlp_offload.orbax.arrays import OpenArgs, make_registry, open_master, write_job
 from jax_mlp_offload.orbax.leaves import OffloadedLeaf
 from jax_mlp_offload.orbax.matching import Shapes, match, shardings_of_params
-from jax_mlp_offload.orbax.positions import Keys, Position, find, keys_of, put, replace, unboxed
-from jax_mlp_offload.orbax.restoring import load, warn_of_conversions
 from jax_mlp_offload.orbax.saving import Job, Target
+from jax_mlp_offload.positions import Keys, Position, find, keys_of, put, replace, unboxed
 from jax_mlp_offload.read import optax_state
 from jax_mlp_offload.store import Store
 

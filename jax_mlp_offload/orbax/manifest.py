@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from jax_mlp_offload.errors import CheckpointError
-from jax_mlp_offload.orbax.positions import Keys
+from jax_mlp_offload.positions import Keys
 
 FOLDER = "jax_mlp_offload"
 _FILE = "manifest.json"

@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_mlp_offload.errors import CheckpointError
 from jax_mlp_offload.orbax.manifest import Entry, identity_of
-from jax_mlp_offload.orbax.positions import Keys, Position, keys_of, unboxed
+from jax_mlp_offload.positions import Keys, Position, keys_of, unboxed
 from jax_mlp_offload.shardings import param_keys
 from jax_mlp_offload.store import Declared, Store, live_stores
 

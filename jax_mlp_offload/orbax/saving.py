@@ -23,14 +23,14 @@ import numpy as np
 from jax_mlp_offload import shardings
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Capture, Key
-from jax_mlp_offload.division import Division, Shard, boxes_of, divide
+from jax_mlp_offload.division import Shard, boxes_of
 from jax_mlp_offload.orbax.leaves import OffloadedLeaf, ranges_of, shards_of
-from jax_mlp_offload.orbax.positions import Position, find, nested, replace
-from jax_mlp_offload.read import find_optimizer, initial_state, optax_state, section_dtype, ticket_of
+from jax_mlp_offload.plan import SECTIONS
+from jax_mlp_offload.positions import Position, find, nested, replace
+from jax_mlp_offload.read import find_optimizer, initial_state, optax_state, ticket_of
 
 IN_FLIGHT_BYTES = 32 * 2**20  # that TensorStore may still have to write
 _CACHE_BYTES = 32 * 2**20
-SECTIONS = ("mu", "nu", "master")
 Target = tuple[int, str]
 """A leaf's index, and a section."""
 
@@ -98,13 +98,7 @@ class Saved:
         self.position, self.binding, self.count = position, binding, count
         self.capture: Capture | None = None
         self.process = jax.process_index()
-        division = divide(binding.layout, binding.plan, binding.parts, binding.shapes, self.process)
-        if division is None:
-            raise ValueError(
-                f"optimizer {binding.name!r} was updated inside a shard_map without param_specs=, so it cannot be told how "
-                "its shards make up whole leaves; pass mesh= and param_specs= to it"
-            )
-        self.division: Division = division
+        self.division = binding.division()
 
     def leaves(self, job: Job, section: str, count: Any) -> list[OffloadedLeaf]:
         """What stands in the place of a section's moments."""
@@ -123,8 +117,7 @@ class Saved:
 
     def dtype(self, leaf: int, section: str) -> np.dtype[Any]:
         """Of a section in the records."""
-        found: np.dtype[Any] = np.dtype(section_dtype(self.binding, leaf, section))
-        return found
+        return self.binding.section_dtype(leaf, section)
 
     def sharding(self, leaf: int, count: Any) -> jax.sharding.Sharding:
         """Of a leaf, as its param's."""
@@ -133,16 +126,6 @@ class Saved:
             device = next((d for d in jax.local_devices() if shardings.ordinal(d) == layout.devices[0]), None)
             return jax.sharding.SingleDeviceSharding(device) if device is not None else _sharding_of(count)
         return jax.sharding.NamedSharding(layout.mesh, layout.specs[leaf])
-
-    def masters(self) -> list[int]:
-        """Leaves of which records hold what the params lack of float32 masters."""
-        return [
-            leaf
-            for bucket in self.binding.plan.buckets
-            if bucket.layout.master_bytes
-            for part in bucket.leaves
-            for leaf in self.binding.parts[part].leaves
-        ]
 
     # -- the stream
 
@@ -229,7 +212,7 @@ class _Records:
                 if record is None:
                     continue
                 for section, array in arrays.items():
-                    offset = section_offset(self._plan, section) + start * array.itemsize
+                    offset = self._plan.offset(section) + start * array.itemsize
                     part = record[offset : offset + (stop - start) * array.itemsize].view(array.dtype)
                     array[start - shift - begin : stop - shift - begin] = part
 
@@ -287,11 +270,6 @@ def write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int) -> None:
     writes = Writes()
     write_zeros(target, leaf.shape, shards_of(leaf, process), writes)
     writes.finish()
-
-
-def section_offset(plan: Any, section: str) -> int:
-    """Where a section begins in a record, in bytes."""
-    return int({"mu": plan.mu_offset, "nu": plan.nu_offset, "master": plan.master_offset}[section])
 
 
 def _as_optax(section: str, stored: np.dtype[Any]) -> np.dtype[Any]:

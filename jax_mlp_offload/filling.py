@@ -1,15 +1,15 @@
-"""Filling the records of an optimizer from the arrays of a checkpoint.
+"""Filling the records of an optimizer from whole leaves: the arrays of a checkpoint, or the records of a snapshot.
 
-Each record reads just what it holds, from wherever that lies in the checkpoint's arrays; so the checkpoint may have been
-written on another mesh, by other processes, with other subgroups, or by plain optax. Memory is bounded by the store's slots
-and the chunks that are decoded. Thread contract: any thread, several at once.
+Each record reads just what it holds, from wherever that lies in them; so they may have been written on another mesh, by
+other processes, with other subgroups, or by plain optax. Memory is bounded by the store's slots and the chunks that are
+decoded. Thread contract: any thread, several at once.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,29 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mlp_offload import native
-from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Key
-from jax_mlp_offload.division import Box, Division, Piece, boxes_of, divide
-from jax_mlp_offload.errors import CheckpointError, CheckpointWarning, OffloadError
-from jax_mlp_offload.orbax.saving import SECTIONS, section_offset
-from jax_mlp_offload.read import section_dtype
+from jax_mlp_offload.division import Box, Piece, boxes_of
+from jax_mlp_offload.errors import CheckpointWarning, OffloadError
+from jax_mlp_offload.plan import SECTIONS
 from jax_mlp_offload.types import POISON
 
-Arrays = Mapping[tuple[int, str], Any]
-"""The TensorStore of each (leaf, section); a section may be missing."""
+if TYPE_CHECKING:
+    from jax_mlp_offload.binding import Binding
+
+
+class Source(Protocol):
+    """Where a section of a whole leaf is read from: a TensorStore, or what behaves like one."""
+
+    @property
+    def dtype(self) -> Any:
+        """Of its elements; has a ``name``."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Any:
+        """A part, whose ``read()`` returns a future of its elements."""
+
+
+Arrays = Mapping[tuple[int, str], Source]
+"""The source of each (leaf, section); a section may be missing."""
 
 
 class Filler:
@@ -37,19 +50,13 @@ class Filler:
       arrays: where to read from.
 
     Raises:
-      CheckpointError: if it cannot be told how the optimizer's shards make up whole leaves.
+      ValueError: if it cannot be told how the optimizer's shards make up whole leaves.
     """
 
     def __init__(self, binding: Binding, arrays: Arrays) -> None:
         self._binding, self._arrays = binding, arrays
         self._process = jax.process_index()
-        division = divide(binding.layout, binding.plan, binding.parts, binding.shapes, self._process)
-        if division is None:
-            raise CheckpointError(
-                f"optimizer {binding.name!r} is used inside a shard_map without param_specs=, so it cannot be told how its "
-                "shards make up whole leaves; pass mesh= and param_specs= to it"
-            )
-        self._division: Division = division
+        self._division = binding.division()
 
     def fill(self, key: Key, record: np.ndarray[Any, Any]) -> None:
         """Fills in a record, uint8 [record_bytes]."""
@@ -61,14 +68,14 @@ class Filler:
         holder = self._division.holder_of(self._process, key.device)
         for piece in self._division.pieces(key.bucket, holder, first, count):
             for section in SECTIONS:
-                if not getattr(plan.layout, f"{section}_bytes"):
+                if not plan.has(section):
                     continue
                 array = self._arrays.get((piece.leaf, section))
                 if array is None:
                     masters = False
                     continue
-                dtype = np.dtype(section_dtype(self._binding, piece.leaf, section))
-                begin = section_offset(plan, section) + piece.at * dtype.itemsize
+                dtype = self._binding.section_dtype(piece.leaf, section)
+                begin = plan.offset(section) + piece.at * dtype.itemsize
                 target = record[begin : begin + (piece.end - piece.begin) * dtype.itemsize].view(dtype)
                 reads += _reads(array, piece, target)
         for target, read in reads:
@@ -97,7 +104,7 @@ def warn_of_conversions(binding: Binding, arrays: Arrays, where: str) -> None:
         f"{section} from {array.dtype.name} to {wanted.name}"
         for (leaf, section), array in arrays.items()
         if section != "master"
-        and array.dtype.name != (wanted := np.dtype(section_dtype(binding, leaf, section))).name
+        and array.dtype.name != (wanted := binding.section_dtype(leaf, section)).name
         and not (section == "nu" and wanted.name == "bfloat16")  # optax has none: it was widened to be saved
     }
     if converted:
@@ -106,14 +113,7 @@ def warn_of_conversions(binding: Binding, arrays: Arrays, where: str) -> None:
             CheckpointWarning,
             stacklevel=2,
         )
-    guarded = [bucket for bucket in binding.plan.buckets if bucket.layout.master_bytes]
-    lacking = [
-        binding.leaves[leaf].path
-        for bucket in guarded
-        for part in bucket.leaves
-        for leaf in binding.parts[part].leaves
-        if (leaf, "master") not in arrays
-    ]
+    lacking = [binding.leaves[leaf].path for leaf in binding.masters() if (leaf, "master") not in arrays]
     if lacking:
         warnings.warn(
             f"the state at {where} comes without float32 masters of {len(lacking)} 16-bit params ({', '.join(lacking[:4])}, "
