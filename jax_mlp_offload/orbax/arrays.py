@@ -22,9 +22,12 @@ from orbax.checkpoint._src.serialization import jax_array_handlers, ocdbt_utils,
 from orbax.checkpoint._src.serialization.type_handler_registry import create_type_handler_registry
 
 from jax_mlp_offload.orbax import manifest
+from jax_mlp_offload.orbax.exchange import Exchange, is_one_of_several, wait_for_all
 from jax_mlp_offload.orbax.leaves import OffloadedLeaf, written_shape
-from jax_mlp_offload.orbax.saving import Job, Target, write_zero_leaf
+from jax_mlp_offload.orbax.saving import Job, Target
+from jax_mlp_offload.orbax.writes import write_zero_leaf
 
+BARRIER_TIMEOUT_S = 600.0  # how long one process waits for another to write what it has
 _CACHE_BYTES = 64 * 2**20  # of decoded chunks
 
 
@@ -131,24 +134,36 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
       leaves: those that Orbax has a place for, each with its TensorStore.
     """
     process = jax.process_index()
-    entries = []
-    for number, saved in enumerate(job.saved):
+    folder = directory / manifest.FOLDER
+    exchanges = [
+        Exchange(str(folder / f"exchange.{i}")) if is_one_of_several() else None for i in range(len(job.saved))
+    ]
+    entries, shared = [], []
+    for number, (saved, exchange) in enumerate(zip(job.saved, exchanges, strict=True)):
         targets: dict[Target, Any] = {(leaf.leaf, leaf.section): t for leaf, t in leaves if leaf.saved is saved}
         masters = {}
         for index in saved.binding.masters():
             name = f"{number}.{index}"
-            path = str(directory / manifest.FOLDER / name)
-            shape, dtype = saved.binding.shapes[index], saved.dtype(index, "master")
+            shape, dtype = saved.binding.shapes[index], saved.binding.section_dtype(index, "master")
             _, chunk = written_shape(shape, saved.sharding(index, None), False)
-            targets[index, "master"] = await _create_master(path, shape, chunk, dtype)
+            targets[index, "master"] = await _create_master(str(folder / name), shape, chunk, dtype)
             masters[saved.binding.leaves[index].path] = name
         identity = manifest.identity_of(saved.binding.key)
         entries.append(manifest.Entry(saved.position.keys, identity, saved.count, masters))
-        await asyncio.to_thread(saved.write, targets)
+        await asyncio.to_thread(saved.write, targets, exchange)
+        shared.append(targets)
     for leaf, target in leaves:
         if leaf.saved is None:
             await asyncio.to_thread(write_zero_leaf, leaf, target, process)
+    if is_one_of_several():
+        await asyncio.to_thread(wait_for_all, "shares are put down", BARRIER_TIMEOUT_S)
+        for saved, exchange, targets in zip(job.saved, exchanges, shared, strict=True):
+            assert exchange is not None
+            await asyncio.to_thread(saved.write_shared, targets, exchange)
+        await asyncio.to_thread(wait_for_all, "shards are written", BARRIER_TIMEOUT_S)
     if process == 0:
+        for number in range(len(job.saved) if is_one_of_several() else 0):
+            (folder / f"exchange.{number}").rmtree(missing_ok=True)
         await asyncio.to_thread(manifest.write, directory, entries)
 
 

@@ -206,7 +206,7 @@ class _Restoring:
         warn_of_conversions(binding, arrays, where)
         ticket = load(binding, arrays, store.engine)
         count = np.asarray(counts[0] if counts else 0, np.int32)
-        placed = getattr(position.state.count, "sharding", None)
+        placed = _placement(position.state.count, binding)
         return position.with_leaves(_array(count, placed), _array(np.asarray([ticket], np.uint32), placed))
 
     def _open_master(self, name: str, binding: Binding, leaf: int, where: str) -> Any:
@@ -242,6 +242,15 @@ def _places_of(binding: Binding) -> dict[Keys, Target | None]:
 
 def _lenient(arg: Any) -> Any:
     return dataclasses.replace(arg, strict=False) if hasattr(arg, "strict") else arg
+
+
+def _placement(count: Any, binding: Binding) -> jax.sharding.Sharding | None:
+    """Where a state's own leaves go: where the tree has them, but over the whole mesh of the params; None: anywhere."""
+    found = getattr(count, "sharding", None)
+    mesh = binding.layout.mesh
+    if mesh is not None and (found is None or found.device_set != set(mesh.devices.flat)):
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return None if isinstance(count, jax.Array) and not count.committed else found
 
 
 def _array(value: np.ndarray[Any, Any], sharding: Any) -> jax.Array:

@@ -12,8 +12,7 @@ Thread contract: made on the user's thread; ``write`` and ``close`` on any one.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,17 +21,21 @@ import numpy as np
 
 from jax_mlp_offload import shardings
 from jax_mlp_offload.binding import Binding
-from jax_mlp_offload.capture import Capture, Key
-from jax_mlp_offload.division import Shard, boxes_of
-from jax_mlp_offload.orbax.leaves import OffloadedLeaf, ranges_of, shards_of
+from jax_mlp_offload.capture import Capture
+from jax_mlp_offload.division import Shard
+from jax_mlp_offload.orbax.exchange import Exchange
+from jax_mlp_offload.orbax.leaves import OffloadedLeaf, ranges_of
+from jax_mlp_offload.orbax.records import Records
+from jax_mlp_offload.orbax.writes import Writes, write_zeros
 from jax_mlp_offload.plan import SECTIONS
 from jax_mlp_offload.positions import Position, find, nested, replace
 from jax_mlp_offload.read import find_optimizer, initial_state, optax_state, ticket_of
 
-IN_FLIGHT_BYTES = 32 * 2**20  # that TensorStore may still have to write
-_CACHE_BYTES = 32 * 2**20
 Target = tuple[int, str]
 """A leaf's index, and a section."""
+
+Gather = Callable[[Shard, int, int, Mapping[str, np.ndarray[Any, Any]]], None]
+"""Puts elements of a shard into an array of zeros for each section."""
 
 
 class Job:
@@ -76,7 +79,7 @@ class Job:
         """A leaf of a state that no update has been made from."""
         if leaf.ndim == 0 and np.issubdtype(leaf.dtype, np.integer):
             return count
-        return OffloadedLeaf(leaf.shape, leaf.dtype, leaf.sharding or _sharding_of(count), self)
+        return OffloadedLeaf(leaf.shape, leaf.dtype, leaf.sharding or sharding_of(count), self)
 
     def close(self) -> None:
         """Lets go of all records. Idempotent."""
@@ -105,7 +108,7 @@ class Saved:
         return [
             OffloadedLeaf(
                 shape,
-                _as_optax(section, self.dtype(leaf, section)),
+                _as_optax(section, self.binding.section_dtype(leaf, section)),
                 self.sharding(leaf, count),
                 job,
                 self,
@@ -115,25 +118,22 @@ class Saved:
             for leaf, shape in enumerate(self.binding.shapes)
         ]
 
-    def dtype(self, leaf: int, section: str) -> np.dtype[Any]:
-        """Of a section in the records."""
-        return self.binding.section_dtype(leaf, section)
-
     def sharding(self, leaf: int, count: Any) -> jax.sharding.Sharding:
         """Of a leaf, as its param's."""
         layout = self.binding.layout
         if layout.mesh is None or not layout.specs:
             device = next((d for d in jax.local_devices() if shardings.ordinal(d) == layout.devices[0]), None)
-            return jax.sharding.SingleDeviceSharding(device) if device is not None else _sharding_of(count)
+            return jax.sharding.SingleDeviceSharding(device) if device is not None else sharding_of(count)
         return jax.sharding.NamedSharding(layout.mesh, layout.specs[leaf])
 
     # -- the stream
 
-    def write(self, targets: Mapping[Target, Any]) -> None:
-        """Writes all that this process has of the state.
+    def write(self, targets: Mapping[Target, Any], exchange: Exchange | None) -> None:
+        """Writes all that this process has of the state, but for shards that are shared with others.
 
         Args:
           targets: the TensorStore of each leaf's section.
+          exchange: where to put down shares of those; None: there are no other processes.
 
         Raises:
           errors.OffloadError: if a record cannot be read.
@@ -141,19 +141,53 @@ class Saved:
         writes = Writes()
         written: set[int] = set()
         buckets = range(len(self.binding.plan.buckets))
-        held = {key.bucket for key in self.capture.held} if self.capture is not None else set()
+        held = {key.bucket for key in list(self.capture.held)} if self.capture is not None else set()
         for bucket in sorted(buckets, key=lambda number: number not in held):
-            records = _Records(self, bucket)
+            records = Records(self.binding, self.division, self.capture, self.process, bucket)
             for shard in self.division.shards(bucket):
                 written.add(shard.leaf)
-                if self.owner(shard) == self.process:
-                    self._write_shard(shard, records, targets, writes)
+                if self._is_shared(shard):
+                    assert exchange is not None
+                    self._put_down(shard, records, targets, exchange)
+                elif self.owner(shard) == self.process:
+                    self._write_shard(shard, records.gather, targets, writes)
             if self.capture is not None:
                 self.capture.let_go(records.keys())
         for (leaf, _), target in targets.items():
             if leaf not in written:  # no record has anything of it
                 write_zeros(target, self.binding.shapes[leaf], self._whole(leaf), writes)
         writes.finish()
+
+    def write_shared(self, targets: Mapping[Target, Any], exchange: Exchange) -> None:
+        """Writes shards that are shared with others, once all have put down what they have."""
+        writes = Writes()
+        for bucket in range(len(self.binding.plan.buckets)):
+            for shard in self.division.shards(bucket):
+                if self._is_shared(shard) and self.owner(shard) == self.process:
+                    self._write_shard(shard, exchange.get, targets, writes)
+        writes.finish()
+
+    def _is_shared(self, shard: Shard) -> bool:
+        """Whether another process than the one that writes the shard has a share of it."""
+        return {self.division.holders[span.holder].process for span in shard.spans} != {self.owner(shard)}
+
+    def _put_down(self, shard: Shard, records: Records, targets: Mapping[Target, Any], exchange: Exchange) -> None:
+        for begin, end in ranges_of(shard, self.binding.shapes[shard.leaf]):
+            arrays = self._arrays(shard, targets, end - begin)
+            records.gather(shard, begin, end, arrays)
+            puts = []
+            for span in shard.spans:
+                low, high = max(begin, span.begin), min(end, span.end)
+                if low < high and self.division.holders[span.holder].process == self.process:
+                    for section, array in arrays.items():
+                        puts.append(exchange.put(shard, section, span, low, array[low - begin : high - begin]))
+            for put in puts:
+                put.result()
+
+    def _arrays(self, shard: Shard, targets: Mapping[Target, Any], size: int) -> dict[str, np.ndarray[Any, Any]]:
+        """Zeros for each section that is written of a shard's leaf."""
+        sections = [section for section in SECTIONS if (shard.leaf, section) in targets]
+        return {section: np.zeros(size, self.binding.section_dtype(shard.leaf, section)) for section in sections}
 
     def owner(self, shard: Shard) -> int:
         """The process that writes a shard: that of the first device which has it."""
@@ -164,112 +198,12 @@ class Saved:
         shards = [Shard(leaf, box, ()) for box in boxes]
         return [shard for shard in shards if self.owner(shard) == self.process]
 
-    def _write_shard(self, shard: Shard, records: _Records, targets: Mapping[Target, Any], writes: Writes) -> None:
-        sections = {
-            section: target for section in SECTIONS if (target := targets.get((shard.leaf, section))) is not None
-        }
+    def _write_shard(self, shard: Shard, gather: Gather, targets: Mapping[Target, Any], writes: Writes) -> None:
         for begin, end in ranges_of(shard, self.binding.shapes[shard.leaf]):
-            arrays = {section: np.zeros(end - begin, self.dtype(shard.leaf, section)) for section in sections}
-            records.gather(shard, begin, end, arrays)
-            for section, target in sections.items():
-                writes.add(target, shard, begin, end, arrays[section])
-
-
-class _Records:
-    """The records of one bucket, read as they are asked for.
-
-    Args:
-      saved: the state.
-      bucket: number.
-    """
-
-    def __init__(self, saved: Saved, bucket: int) -> None:
-        self._saved, self._bucket = saved, bucket
-        self._plan = saved.binding.plan.buckets[bucket]
-        self._most = max(1, _CACHE_BYTES // self._plan.record_bytes)
-        self._read: OrderedDict[Key, np.ndarray[Any, Any] | None] = OrderedDict()
-
-    def keys(self) -> Iterator[Key]:
-        """All of them."""
-        for device in self._saved.binding.layout.devices:
-            for subgroup in range(len(self._plan.subgroups)):
-                yield Key(self._bucket, device, subgroup)
-
-    def gather(self, shard: Shard, begin: int, end: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Puts elements ``[begin, end)`` of a shard into an array for each section (which holds zeros)."""
-        for span in shard.spans:
-            low, high = max(begin, span.begin), min(end, span.end)
-            if low >= high:
-                continue
-            ordinal = self._saved.division.holders[span.holder].ordinal
-            size = self._plan.subgroups[0][1]  # of all but the last
-            at = span.at - span.begin  # from places in the shard to those in the bucket
-            for subgroup in range((low + at) // size, -(-(high + at) // size)):
-                first, count = self._plan.subgroups[subgroup]
-                shift = at - first
-                start, stop = max(low + shift, 0), min(high + shift, count)
-                record = self._get(Key(self._bucket, ordinal, subgroup))
-                if record is None:
-                    continue
-                for section, array in arrays.items():
-                    offset = self._plan.offset(section) + start * array.itemsize
-                    part = record[offset : offset + (stop - start) * array.itemsize].view(array.dtype)
-                    array[start - shift - begin : stop - shift - begin] = part
-
-    def _get(self, key: Key) -> np.ndarray[Any, Any] | None:
-        if key not in self._read:
-            target = self._read.popitem(last=False)[1] if len(self._read) >= self._most else None
-            capture = self._saved.capture
-            if capture is None or not capture.has(key):
-                self._read[key] = None
-            else:
-                target = np.empty(self._plan.record_bytes, np.uint8) if target is None else target
-                capture.read(key, target)
-                self._read[key] = target
-        return self._read[key]
-
-
-class Writes:
-    """Writes that TensorStore has not ended yet."""
-
-    def __init__(self) -> None:
-        self._open: deque[tuple[Any, int]] = deque()
-        self._bytes = 0
-
-    def add(self, target: Any, shard: Shard, begin: int, end: int, array: np.ndarray[Any, Any]) -> None:
-        """Writes elements ``[begin, end)`` of a shard; waits until there is room for it."""
-        for box in boxes_of(shard.shape, begin, end):
-            index = tuple(slice(o + s, o + s + n) for (o, _), (s, n) in zip(shard.box, box, strict=True))
-            shape = tuple(size for _, size in box)
-            values = array.reshape(shape).astype(target.dtype.numpy_dtype, copy=False)
-            self._open.append((target[index].write(values, can_reference_source_data_indefinitely=True), values.nbytes))
-            self._bytes += values.nbytes
-        while self._bytes > IN_FLIGHT_BYTES:
-            self._end_one()
-
-    def finish(self) -> None:
-        """Waits for all."""
-        while self._open:
-            self._end_one()
-
-    def _end_one(self) -> None:
-        write, size_bytes = self._open.popleft()
-        write.result()
-        self._bytes -= size_bytes
-
-
-def write_zeros(target: Any, whole: tuple[int, ...], shards: Sequence[Shard], writes: Writes) -> None:
-    """Writes shards of which no record has anything."""
-    for shard in shards:
-        for begin, end in ranges_of(shard, whole):
-            writes.add(target, shard, begin, end, np.zeros(end - begin, target.dtype.numpy_dtype))
-
-
-def write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int) -> None:
-    """Writes a leaf of a state that no update has been made from."""
-    writes = Writes()
-    write_zeros(target, leaf.shape, shards_of(leaf, process), writes)
-    writes.finish()
+            arrays = self._arrays(shard, targets, end - begin)
+            gather(shard, begin, end, arrays)
+            for section, array in arrays.items():
+                writes.add(targets[shard.leaf, section], shard, begin, end, array)
 
 
 def _as_optax(section: str, stored: np.dtype[Any]) -> np.dtype[Any]:
@@ -277,6 +211,7 @@ def _as_optax(section: str, stored: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if section == "nu" and stored == ml_dtypes.bfloat16 else stored
 
 
-def _sharding_of(count: Any) -> jax.sharding.Sharding:
+def sharding_of(count: Any) -> jax.sharding.Sharding:
+    """Where a state's count lies."""
     found = getattr(count, "sharding", None)
     return found if found is not None else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

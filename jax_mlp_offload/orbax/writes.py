@@ -1,0 +1,58 @@
+"""Writing shards into TensorStore, with bounded memory. Thread contract: one thread an object."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_mlp_offload.division import Shard, boxes_of
+from jax_mlp_offload.orbax.leaves import OffloadedLeaf, ranges_of, shards_of
+
+IN_FLIGHT_BYTES = 32 * 2**20
+"""That TensorStore may still have to write."""
+
+
+class Writes:
+    """Writes that TensorStore has not ended yet."""
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[Any, int]] = deque()
+        self._bytes = 0
+
+    def add(self, target: Any, shard: Shard, begin: int, end: int, array: np.ndarray[Any, Any]) -> None:
+        """Writes elements ``[begin, end)`` of a shard; waits until there is room for it."""
+        for box in boxes_of(shard.shape, begin, end):
+            index = tuple(slice(o + s, o + s + n) for (o, _), (s, n) in zip(shard.box, box, strict=True))
+            shape = tuple(size for _, size in box)
+            values = array.reshape(shape).astype(target.dtype.numpy_dtype, copy=False)
+            self._open.append((target[index].write(values, can_reference_source_data_indefinitely=True), values.nbytes))
+            self._bytes += values.nbytes
+        while self._bytes > IN_FLIGHT_BYTES:
+            self._end_one()
+
+    def finish(self) -> None:
+        """Waits for all."""
+        while self._open:
+            self._end_one()
+
+    def _end_one(self) -> None:
+        write, size_bytes = self._open.popleft()
+        write.result()
+        self._bytes -= size_bytes
+
+
+def write_zeros(target: Any, whole: tuple[int, ...], shards: Sequence[Shard], writes: Writes) -> None:
+    """Writes shards of which no record has anything."""
+    for shard in shards:
+        for begin, end in ranges_of(shard, whole):
+            writes.add(target, shard, begin, end, np.zeros(end - begin, target.dtype.numpy_dtype))
+
+
+def write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int) -> None:
+    """Writes a leaf of a state that no update has been made from."""
+    writes = Writes()
+    write_zeros(target, leaf.shape, shards_of(leaf, process), writes)
+    writes.finish()
