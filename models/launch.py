@@ -2,7 +2,8 @@
 
     1. Each child is this program with `--coordinator`, on a port of the loopback interface that was free, and a
        number. Only the first one's standard output is shown; what the others have to say goes to the standard error.
-    2. Ctrl-C and SIGTERM are passed on, and end all children after the same step. Twice: they are killed.
+    2. Ctrl-C and SIGTERM are passed on, and end all children after the same step, which they may save: they have all the
+       time they want. Twice: they are killed.
     3. Once a child has failed, the others have `grace_s` to end by themselves, since they may say the cause; who does
        not, waiting in a collective perhaps, is killed. No child outlives this function.
     4. Every failure is one line, the first one first.

@@ -4,12 +4,15 @@
     2. CPU devices are set up before JAX looks for any, then the mesh, the data and the optimizer. Of several processes
        (`--processes`, `--distributed`) each does all of this; the first one alone prints and records.
     3. Each step trains on a batch that depends on seed and step only, and is shown and recorded.
-    4. The store is flushed and closed, and a summary printed, also after Ctrl-C (exit code 130).
+    4. With `--save-every` checkpoints are written beside the training; `--resume` goes on from the newest, with the losses
+       of a run that was never interrupted.
+    5. The last state is saved, the store flushed and closed, and a summary printed, also after Ctrl-C and SIGTERM (exit
+       code 130), which end the run after the step under way.
 
 `--optimizer jmo` keeps the optimizer state in the tiers. `--optimizer optax` is the reference: plain
 `optax.adamw` on float32 masters, from the same weights, data and schedule. `--compare` runs both.
 
-Threads: runs on the main thread; SIGINT sets a flag that the loop reads after each step.
+Threads: runs on the main thread; a signal sets a flag that the loop reads after each step.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from models import launch, processes, sharding, training, transformer
+from models import checkpoints, launch, processes, sharding, training, transformer
+from models.checkpoints import CheckpointError, Checkpoints
 from models.data import ByteCorpus
 from models.processes import Interrupt
 from models.report import Reporter, Result, Traffic, comparison_table, format_bytes, summary_table
@@ -66,6 +71,8 @@ class Optimizer(NamedTuple):
       traffic: Gives the current counters.
       flush: Waits for all I/O.
       host_memory: In words, for the summary.
+      save: Makes what Orbax takes to save a train state.
+      restore: Makes what it takes to restore one, of an abstract state.
     """
 
     tx: optax.GradientTransformation
@@ -73,6 +80,8 @@ class Optimizer(NamedTuple):
     traffic: Callable[[], Traffic]
     flush: Callable[[], None]
     host_memory: str
+    save: Callable[[training.TrainState], ocp.args.CheckpointArgs] = ocp.args.StandardSave
+    restore: Callable[[training.TrainState], ocp.args.CheckpointArgs] = ocp.args.StandardRestore
 
 
 @contextlib.contextmanager
@@ -119,6 +128,8 @@ def offloaded_optimizer(settings: Settings, config: Config, mesh: Mesh) -> Itera
                 traffic=lambda: Traffic.of(store.stats()),
                 flush=store.flush,
                 host_memory=settings.host_memory or format_bytes(enough),
+                save=lambda state: jmo.orbax.OffloadSave(state),
+                restore=lambda abstract: jmo.orbax.OffloadRestore(abstract, store=store),
             )
     except jmo.OffloadError as error:
         raise RunError(str(error)) from error
@@ -149,7 +160,7 @@ def _check_writable(tier: str) -> None:
 
 
 def train(settings: Settings, label: str, out: Path, console: Console, interrupt: Interrupt) -> Result:
-    """Does one run, writes `metrics.jsonl` into `out` and prints the summary.
+    """Does one run, writes `metrics.jsonl` and checkpoints into `out` and prints the summary.
 
     Args:
       settings: What to train.
@@ -164,6 +175,7 @@ def train(settings: Settings, label: str, out: Path, console: Console, interrupt
     Raises:
       UsageError: Settings that do not fit the machine or the disk.
       RunError: The store failed.
+      CheckpointError: A checkpoint could not be written or read.
     """
     start = time.perf_counter()
     with _usage():
@@ -178,12 +190,14 @@ def train(settings: Settings, label: str, out: Path, console: Console, interrupt
     first = processes.is_first()
     if first:
         _make_folder(out)
-    result = Result(label)
+    values = checkpoints.decisive(settings, label, compute_dtype, corpus)
     opened = offloaded_optimizer(settings, config, mesh) if label == "jmo" else plain_optimizer(settings)
-    with opened as optimizer:
-        with Reporter(console, out if first else None, label, settings.steps) as reporter:
-            state = _steps(settings, config, mesh, corpus, optimizer, reporter, interrupt, result)
+    with opened as optimizer, _checkpoints(settings, out, optimizer, values) as saved:
+        result = Result(label, start=saved.start)
+        with Reporter(console, out if first else None, label, settings.steps, saved.start) as reporter:
+            state = _steps(settings, config, mesh, corpus, optimizer, saved, reporter, interrupt, result)
         optimizer.flush()
+        result.checkpoint = saved.newest
         result.traffic = optimizer.traffic()
         plain_bytes = training.tree_bytes(state.opt_state)
         if config.param_dtype != optimizer.state_dtype:
@@ -196,20 +210,40 @@ def train(settings: Settings, label: str, out: Path, console: Console, interrupt
     return result
 
 
+def _checkpoints(settings: Settings, out: Path, optimizer: Optimizer, values: dict[str, Any]) -> Checkpoints:
+    with _usage():
+        return Checkpoints(
+            out / "checkpoints",
+            every=settings.save_every,
+            resume=settings.resume,
+            values=values,
+            save=optimizer.save,
+            restore=optimizer.restore,
+        )
+
+
 def _steps(
     settings: Settings,
     config: Config,
     mesh: Mesh,
     corpus: ByteCorpus,
     optimizer: Optimizer,
+    saved: Checkpoints,
     reporter: Reporter,
     interrupt: Interrupt,
     result: Result,
 ) -> training.TrainState:
-    """Trains from fresh weights to the last step or an interrupt; fills in `result` and returns the last state."""
-    state = training.init_state(config, optimizer.tx, mesh, seed=settings.seed, state_dtype=optimizer.state_dtype)
+    """Trains from fresh weights or a checkpoint to the last step or an interrupt.
+
+    Fills in `result` and returns the last state, of which there is a checkpoint then if the run keeps any.
+    """
+    if saved.start:
+        abstract = training.abstract_state(config, optimizer.tx, mesh, state_dtype=optimizer.state_dtype)
+        state = saved.restore(abstract)
+    else:
+        state = training.init_state(config, optimizer.tx, mesh, seed=settings.seed, state_dtype=optimizer.state_dtype)
     step_fn = training.make_train_step(config, optimizer.tx, mesh, state, clip_norm=settings.clip_norm)
-    for step in range(settings.steps):
+    for step in range(saved.start, settings.steps):
         if interrupt.requested():
             result.interrupted = True
             break
@@ -220,6 +254,8 @@ def _steps(
         result.losses.append(float(loss))
         tokens_a_step = settings.batch * settings.seq
         reporter.step(step + 1, result.losses[-1], tokens_a_step, result.step_s[-1], optimizer.traffic())
+        saved.step(step + 1, state)
+    saved.finish(saved.start + len(result.losses), state)
     return state
 
 
@@ -268,7 +304,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(settings)
     except UsageError as error:
         return _say("error", error, EXIT_USAGE)
-    except (RunError, jax.errors.JaxRuntimeError) as error:  # the latter also when another process is lost
+    except (
+        RunError,
+        CheckpointError,
+        jax.errors.JaxRuntimeError,
+    ) as error:  # the latter also when another process is lost
         return _say("failed", error, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -103,9 +103,10 @@ def _gather(value: int) -> list[int]:
 
 
 class Interrupt:
-    """Tells when to end the run: after the first SIGINT. The second raises `KeyboardInterrupt`. A context manager.
+    """Tells when to end the run: after the first SIGINT or SIGTERM. A context manager.
 
-    Among several processes SIGTERM ends the run too, and every process is told to end before the same step.
+    A SIGINT after that raises `KeyboardInterrupt`; another SIGTERM changes nothing, so a save at the end is not cut
+    short by it. Among several processes each is told to end before the same step.
     """
 
     def __init__(self) -> None:
@@ -113,17 +114,20 @@ class Interrupt:
         self._step = 0
 
     def __enter__(self) -> Interrupt:
-        self._previous = signal.signal(signal.SIGINT, self._request)
+        # once processes have met, SIGTERM is JAX's: it tells the others
+        numbers = [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGINT, signal.SIGTERM]
+        self._previous = {number: signal.signal(number, self._request) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def requested(self) -> bool:
         """Whether to end now; every process calls it once before each step."""
-        if jax.process_count() == 1:
+        if not jax.distributed.is_initialized():
             return self._requested
-        self._step += 1
+        self._step += 1  # rises over all runs of the program, as JAX wants it
         return bool(multihost_utils.reached_preemption_sync_point(self._step))
 
     def _request(self, number: int, frame: FrameType | None) -> None:

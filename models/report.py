@@ -1,6 +1,7 @@
 """What a pre-training run says: progress while it runs, one JSON line a step, tables at the end.
 
-Always true here: `metrics.jsonl` gets one line a step, flushed at once, so a killed run keeps what it measured;
+Always true here: `metrics.jsonl` gets one line a step, flushed at once, so a killed run keeps what it measured; a run
+that is resumed drops the lines of steps that it does again;
 traffic in it is that of the step (the difference between two snapshots), traffic in the summary is the run's.
 
 Threads: one reporter belongs to the thread that made it.
@@ -67,21 +68,25 @@ class Result:
 
     Attributes:
       label: The optimizer's name.
+      start: Steps done before, by the run that this one goes on with.
       losses: One a step.
       step_s: Seconds of each step, the first with compilation.
       total_s: Seconds from the start of initialisation until the store was closed.
       traffic: The last snapshot.
       state_bytes: Optimizer state, with float32 masters where the run keeps such.
-      interrupted: Ended by SIGINT.
+      interrupted: Ended by SIGINT or SIGTERM.
+      checkpoint: The step of the newest one, None if there is none.
     """
 
     label: str
+    start: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)
     step_s: list[float] = dataclasses.field(default_factory=list)
     total_s: float = 0.0
     traffic: Traffic = Traffic()
     state_bytes: int = 0
     interrupted: bool = False
+    checkpoint: int | None = None
 
 
 class Reporter:
@@ -89,19 +94,24 @@ class Reporter:
 
     Args:
       console: Where to write; a bar if it is a terminal, else a plain line every few steps.
-      out: An existing folder for `metrics.jsonl`, which is written anew; None records nothing.
+      out: An existing folder for `metrics.jsonl`; None records nothing.
       label: The run's name.
-      steps: How many steps there will be.
+      steps: How many steps there will be, with those before `start`.
+      start: How many are done. `metrics.jsonl` keeps their lines and no others.
     """
 
-    def __init__(self, console: Console, out: Path | None, label: str, steps: int) -> None:
+    def __init__(self, console: Console, out: Path | None, label: str, steps: int, start: int = 0) -> None:
         self._console = console
         self._label = label
         self._steps = steps
+        self._start = start
         self._every = max(1, steps // PLAIN_LINES)
         self._before = Traffic()
-        path = Path(os.devnull) if out is None else out / "metrics.jsonl"
-        self._file = path.open("w", encoding="utf-8")
+        path = Path(os.devnull)
+        if out is not None:
+            path = out / "metrics.jsonl"
+            _keep_lines(path, start)
+        self._file = path.open("a", encoding="utf-8")
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -110,7 +120,7 @@ class Reporter:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._progress.add_task(label, total=steps, status="compiling")
+        self._task = self._progress.add_task(label, total=steps, completed=start, status="compiling")
 
     def __enter__(self) -> Reporter:
         if self._console.is_terminal:
@@ -141,9 +151,26 @@ class Reporter:
         self._before = traffic
         if self._console.is_terminal:
             self._progress.update(self._task, completed=step, status=status)
-        elif step == 1 or step == self._steps or step % self._every == 0:
+        elif step == self._start + 1 or step == self._steps or step % self._every == 0:
             line = f"{self._label} step {step}/{self._steps} · {status} · {step_s:.2f} s"
             self._console.print(Text(line), soft_wrap=True)
+
+
+def _keep_lines(path: Path, steps: int) -> None:
+    """Leaves the lines of the first `steps` steps in a file of metrics; a line cut off by a crash ends them."""
+    kept: list[str] = []
+    if steps and path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                break
+            if record["step"] > steps:
+                break
+            kept.append(line + "\n")
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept), encoding="utf-8")
+    part.replace(path)
 
 
 def _tier_record(tier: Tier, before: Tier | None) -> dict[str, Any]:
@@ -179,12 +206,14 @@ def summary_table(result: Result, *, params: int, host_memory: str, processes: i
         ("parameters", f"{params:,}"),
         ("state", format_bytes(result.state_bytes)),
         ("host memory for it", host_memory),
-        ("steps", f"{len(result.losses)}" + (" (interrupted)" if result.interrupted else "")),
+        ("steps", _steps_words(result)),
         ("time", f"{result.total_s:.1f} s"),
     ]
     if result.step_s:
         rows.append(("first step, with compilation", f"{result.step_s[0]:.2f} s"))
         rows.append(("final loss", f"{result.losses[-1]:.4f}, from {result.losses[0]:.4f}"))
+    if result.checkpoint is not None:
+        rows.append(("newest checkpoint", f"step {result.checkpoint}"))
     if len(result.losses) > AVERAGED_STEPS:
         mean = statistics.fmean(result.losses[-AVERAGED_STEPS:])
         rows.append((f"mean loss of the last {AVERAGED_STEPS} steps", f"{mean:.4f}"))
@@ -198,6 +227,13 @@ def summary_table(result: Result, *, params: int, host_memory: str, processes: i
     for what, value in rows:
         table.add_row(Text(what), Text(value))
     return table
+
+
+def _steps_words(result: Result) -> str:
+    words = f"{len(result.losses)}"
+    if result.start:
+        words += f", resumed after step {result.start}"
+    return words + (" (interrupted)" if result.interrupted else "")
 
 
 def relative_differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:

@@ -68,9 +68,11 @@ class Settings:
     data: Path | None
     out: Path
     subgroup_elements: int | None
+    save_every: int | None
+    resume: bool
 
     def __post_init__(self) -> None:
-        for name in ("steps", "processes", "batch", "seq", "subgroup_elements"):
+        for name in ("steps", "processes", "batch", "seq", "subgroup_elements", "save_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
@@ -80,6 +82,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
+        if self.resume and self.compare:
+            raise ValueError(
+                f"--resume goes on with one run, --compare does two: resume with --optimizer jmo --out {self.out / 'jmo'}, "
+                f"then with --optimizer optax --out {self.out / 'optax'}"
+            )
         if self.mesh is not None:
             self._check_mesh(self.mesh)
         transformer.preset(self.preset)
@@ -165,6 +172,9 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     add("--clip-norm", type=float, help="clip the global gradient norm; ends overlap with backward (default: off)")
     add("--data", type=Path, metavar="FOLDER", help="folder of .py text (default: Python's standard library)")
     add("--out", type=Path, default=Path("runs/pretrain"), help="folder for metrics.jsonl (default: %(default)s)")
+    add("--save-every", type=int, metavar="N",
+        help="save to OUT/checkpoints every N steps, at the end and on SIGTERM or Ctrl-C (default: never)")  # fmt: skip
+    add("--resume", action="store_true", help="go on from the newest checkpoint in OUT/checkpoints")
     add("--subgroup-elements", type=int, metavar="N", help="elements of one state record (default: automatic)")
     values = vars(parser.parse_args(arguments))
     values["tiers"] = tuple(values["tiers"]) or tuple(str(values["out"] / "tiers" / name) for name in "ab")

@@ -11,6 +11,7 @@ Threads: pure functions, safe from any thread.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -86,16 +87,30 @@ def init_state(
       seed: Of the weights.
       state_dtype: dtype of the parameters in the state, `config.param_dtype` or float32.
     """
-
-    def init(key: jax.Array) -> TrainState:
-        weights = transformer.init_params(config, key)
-        params: Params = jax.tree.map(lambda leaf: _widen(leaf, state_dtype), weights)
-        return TrainState(params, tx.init(params))
-
-    key = jax.random.key(seed)
-    shardings = _state_shardings(jax.eval_shape(init, key), config, tx, mesh)
-    state: TrainState = jax.jit(init, out_shardings=shardings)(key)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, tx, mesh, state_dtype=state_dtype))
+    init = jax.jit(functools.partial(_fresh_state, config, tx, state_dtype), out_shardings=shardings)
+    state: TrainState = init(jax.random.key(seed))
     return state
+
+
+def abstract_state(
+    config: Config, tx: optax.GradientTransformation, mesh: Mesh, *, state_dtype: DTypeLike
+) -> TrainState:
+    """Returns the state that `init_state` makes as `jax.ShapeDtypeStruct`s with shardings; allocates nothing."""
+    shapes = jax.eval_shape(functools.partial(_fresh_state, config, tx, state_dtype), jax.random.key(0))
+    shardings = _state_shardings(shapes, config, tx, mesh)
+    abstract: TrainState = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
+    return abstract
+
+
+def _fresh_state(
+    config: Config, tx: optax.GradientTransformation, state_dtype: DTypeLike, key: jax.Array
+) -> TrainState:
+    weights = transformer.init_params(config, key)
+    params: Params = jax.tree.map(lambda leaf: _widen(leaf, state_dtype), weights)
+    return TrainState(params, tx.init(params))
 
 
 def make_train_step(
@@ -112,7 +127,7 @@ def make_train_step(
       config: The model.
       tx: The optimizer that made `state`.
       mesh: From `sharding.make_mesh`.
-      state: A state as it will be passed, for its shardings only.
+      state: A state as it will be passed, or its `abstract_state`, for its shardings only.
       clip_norm: Largest global gradient norm, or None. Clipping needs every gradient before the first
         update, so an offloaded optimizer can no longer overlap its updates with the backward pass.
 

@@ -67,3 +67,8 @@ def losses_in(folder: Path) -> list[float]:
 def bytes_in(folder: Path, key: str) -> int:
     """The sum of ``bytes_read`` or ``bytes_written`` over steps and tiers."""
     return sum(tier[key] for step in metrics_in(folder) for tier in step["tiers"])
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """The steps of which a run has left whole checkpoints, sorted."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
