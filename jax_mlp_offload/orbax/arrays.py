@@ -106,22 +106,23 @@ class ArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[misc]
             found = await super().deserialize([infos[i] for i in plain], [args[i] for i in plain])
             for i, array in zip(plain, found, strict=True):
                 results[i] = array
+        context = caching(infos[0].ts_context) if ours else None
         for i in ours:
-            results[i] = await self._open(infos[i])
+            results[i] = await self._open(infos[i], context)
         return results
 
-    async def _open(self, info: Any) -> Any:
+    async def _open(self, info: Any, context: Any) -> Any:
         spec = tensorstore_utils.build_array_read_spec(
             info,
             use_ocdbt=info.is_ocdbt_checkpoint,
             metadata_key=self._metadata_key,
             raise_array_data_missing_error=info.raise_array_data_missing_error,
         )
-        return await ts.open(ts.Spec(spec.json), open=True, context=_caching(info.ts_context))
+        return await ts.open(ts.Spec(spec.json), open=True, context=context)
 
 
-def _caching(context: Any) -> Any:
-    """A context in which decoded chunks are kept: a record takes a part of one."""
+def caching(context: Any = None) -> Any:
+    """A context whose arrays together keep some decoded chunks: a record takes a part of one."""
     return ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}}, parent=context)
 
 
@@ -178,14 +179,19 @@ async def _create_master(path: str, shape: tuple[int, ...], chunk: tuple[int, ..
     return await ts.open(spec, create=True, open=True)
 
 
-def open_master(directory: Any, name: str) -> Any:
+def open_master(directory: Any, name: str, context: Any) -> Any:
     """The TensorStore of a leaf's masters.
+
+    Args:
+      directory: of the checkpoint's item.
+      name: of the array.
+      context: see ``caching``.
 
     Raises:
       ValueError: if it is not there.
     """
     spec = {**_zarr(str(directory / manifest.FOLDER / name)), "fill_missing_data_reads": False}
-    return ts.open(spec, open=True, context=_caching(ts.Context())).result()
+    return ts.open(spec, open=True, context=context).result()
 
 
 def make_registry() -> Any:

@@ -7,6 +7,7 @@ back, ``matching`` for whose they are, ``manifest`` for what is kept beside the 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,18 +18,21 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.handlers import standard_checkpoint_handler
+from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePyTreeCheckpointHandler
 
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.errors import CheckpointError
 from jax_mlp_offload.filling import load, warn_of_conversions
 from jax_mlp_offload.orbax import manifest
-from jax_mlp_offload.orbax.arrays import OpenArgs, make_registry, open_master, write_job
+from jax_mlp_offload.orbax.arrays import OpenArgs, caching, make_registry, open_master, write_job
 from jax_mlp_offload.orbax.leaves import OffloadedLeaf
 from jax_mlp_offload.orbax.matching import Shapes, match, shardings_of_params
 from jax_mlp_offload.orbax.saving import Job, Target
 from jax_mlp_offload.positions import Keys, Position, find, keys_of, put, replace, unboxed
 from jax_mlp_offload.read import optax_state
 from jax_mlp_offload.store import Store
+
+_LEAST_CONCURRENT_BYTES = 64 * 2**20
 
 
 class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
@@ -40,9 +44,12 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._impl = ocp.PyTreeCheckpointHandler(
-            save_concurrent_gb=96, restore_concurrent_gb=96, type_handler_registry=make_registry()
+        self._arrays = BasePyTreeCheckpointHandler(
+            save_concurrent_bytes=_LEAST_CONCURRENT_BYTES,
+            restore_concurrent_bytes=_LEAST_CONCURRENT_BYTES,
+            type_handler_registry=make_registry(),
         )
+        self._impl = ocp.PyTreeCheckpointHandler(handler_impl=self._arrays, type_handler_registry=make_registry())
         self._supported_types: tuple[Any, ...] = (*self._supported_types, OffloadedLeaf)
         # what is written can be read by plain Orbax, and its own handler is named as the one to do it
         self.typestr = ocp.StandardCheckpointHandler.typestr
@@ -58,6 +65,7 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         """
         if args is None:
             args = OffloadSave(item, save_args)
+        self._limit_memory(args.item)
         job = Job(args.item)
         try:
             standard = standard_checkpoint_handler.StandardSaveArgs(job.tree, args.save_args, args.custom_metadata)
@@ -92,8 +100,16 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
             return super().restore(directory, args=standard)
         return _Restoring(self, directory, args, positions).run()
 
+    def _limit_memory(self, tree: Any) -> None:
+        """Has Orbax move few of the arrays at a time that are not in stores, but any single one."""
+        arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))]
+        largest = max((math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays), default=0)
+        most = max(_LEAST_CONCURRENT_BYTES, 2 * largest)
+        self._arrays._save_concurrent_bytes = self._arrays._restore_concurrent_bytes = most
+
     def restore_tree(self, directory: Any, tree: Any, restore_args: Any) -> Any:
         """Restores a tree as ``restore_args`` say."""
+        self._limit_memory(tree)
         return self._impl.restore(directory, args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args))
 
 
@@ -116,6 +132,7 @@ class _Restoring:
         self._handler, self._directory, self._args, self._positions = handler, directory, args, positions
         self._manifest = manifest.load(directory)
         self._metadata = handler.metadata(directory)
+        self._context = caching()
         self._found = [self._match(position) for position in positions]
 
     def _match(self, position: Position) -> tuple[Store, Binding]:
@@ -212,7 +229,7 @@ class _Restoring:
     def _open_master(self, name: str, binding: Binding, leaf: int, where: str) -> Any:
         path = binding.leaves[leaf].path
         try:
-            array = open_master(self._directory, name)
+            array = open_master(self._directory, name, self._context)
         except ValueError as error:
             raise CheckpointError(
                 f"the state at {where}: the float32 masters of {path} cannot be read ({error}): the checkpoint is "

@@ -15,7 +15,7 @@ from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Capture, Key
 from jax_mlp_offload.division import Division, Shard
 
-_CACHE_BYTES = 32 * 2**20
+_CACHE_BYTES = 16 * 2**20
 
 
 class Records:
