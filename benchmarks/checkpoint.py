@@ -1,14 +1,15 @@
 """Memory and time of checkpoints beside those of a step: ``python -m benchmarks.checkpoint --help``.
 
 In processes of their own: (1) ``train`` steps, saves synchronously, then asynchronously while it steps on; (2) ``restore``
-restores the checkpoint and steps on; (3) ``plain`` saves and restores the same state as plain optax has it, with Orbax alone.
-A save and a restore may need ``ALLOWED_BYTES`` more than a step's own peak. An asynchronous save runs beside steps, and Orbax
-copies the params for it: that is shown, and not judged. Params are updated with given gradients.
+restores the checkpoint and steps on; (3) ``plain`` saves and restores the same state as plain optax has it, with Orbax
+alone. A save and a restore may need ``ALLOWED_BYTES`` more than a step's own peak. An asynchronous save runs beside steps,
+and Orbax copies the params for it: that is shown, and not judged. Params are updated with given gradients.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import subprocess
@@ -82,9 +83,10 @@ def _report(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> int:
     }
     passed = max(more.values()) <= ALLOWED_BYTES
     shown = ", ".join(f"{name} {size / 1e6:+.0f} MB" for name, size in more.items())
+    beside = (train["async_peak"] - train["step_peak"]) / 1e6
+    copied = train["param_bytes"] / 1e6
     print(
-        f"steps beside an asynchronous save: {(train['async_peak'] - train['step_peak']) / 1e6:+.0f} MB, of which Orbax's copy of "
-        f"the params is {train['param_bytes'] / 1e6:.0f} MB"
+        f"steps beside an asynchronous save: {beside:+.0f} MB; Orbax's copy of the params has {copied:.0f} MB of that"
     )
     print(
         f"beside a step's own peak: {shown}; {ALLOWED_BYTES / 1e6:.0f} MB are allowed: {'passed' if passed else 'FAILED'}"
@@ -199,8 +201,9 @@ def _plain(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     with ocp.CheckpointManager(folder / "plain", options=options) as manager:
-        _, save_s, save_peak = _peak_of(lambda: manager.save(1, args=ocp.args.StandardSave(state)))
-        del state, params, moments
+        save = functools.partial(manager.save, 1, args=ocp.args.StandardSave(state))
+        _, save_s, save_peak = _peak_of(save)
+        del state, params, moments, save
         restore = ocp.args.StandardRestore(abstract)
         _, restore_s, restore_peak = _peak_of(lambda: manager.restore(1, args=restore))
     return {"save_s": save_s, "save_peak": save_peak, "restore_s": restore_s, "restore_peak": restore_peak}

@@ -4,6 +4,7 @@
 2. A record on a tier that has hard links is *linked*: what is read later is that file, whatever the record does.
 3. Every other record that has something is *held* by the scheduler: an update of it waits until the capture lets it go.
    So whoever reads takes held records first, and lets go of them as soon as he has what he needs.
+   Or he has them *set down*: written to files beside the links, at the speed of the tiers.
 4. A record that is held and still wanted by an update after the store's deadline is let go: the capture is over, and
    says so to whoever reads on. Training goes on.
 
@@ -14,9 +15,11 @@ Thread contract: ``begin``, ``check`` and ``end`` on the driver's thread; the re
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +31,7 @@ from jax_mlp_offload.instances import Instance
 from jax_mlp_offload.scheduler import Scheduler
 from jax_mlp_offload.types import Life, Record
 
+_log = logging.getLogger("jax_mlp_offload")
 _numbers = itertools.count()
 _CALL_TIMEOUT_S = 60.0
 _RETRY_S = 0.005  # between two looks at a record that is on its way
@@ -82,6 +86,7 @@ class Capture:
         self._array_name = array_name
         self._deadline_s = deadline_s
         self._since_s: float | None = None  # when an update was first seen to wait
+        self._written: set[Key] = set()  # of those linked, whose files are no links
         self._lost: errors.OffloadError | None = None
         self._closed = threading.Event()
 
@@ -191,6 +196,41 @@ class Capture:
     def _describe(self, key: Key) -> str:
         return self._scheduler.describe(self._instance.records[key.bucket, key.device][key.subgroup])
 
+    def set_down(self) -> None:
+        """Writes held records to a tier, as far as there is one with room, so that updates of them go on."""
+        tiers = [number for number, backend in enumerate(self._backends) if self._takes(number, backend)]
+        if not tiers:
+            return
+        queues = [list(self.held)[i :: len(tiers)] for i in range(len(tiers))]
+        with ThreadPoolExecutor(len(tiers), "jmo-set-down") as threads:
+            list(threads.map(self._set_down, tiers, queues))
+
+    def _takes(self, number: int, backend: Backend) -> bool:
+        """Whether a tier has room for all that is held, twice."""
+        free_bytes = backend.free_bytes()
+        needed_bytes = sum(record.size_bytes for record in list(self.held.values()))
+        retired = self._scheduler.placement.tiers[number].retired
+        return not retired and free_bytes is not None and free_bytes > 2 * needed_bytes
+
+    def _set_down(self, tier: int, keys: Sequence[Key]) -> None:
+        buffer = np.empty(0, np.uint8)
+        for key in keys:
+            record = self._instance.records[key.bucket, key.device][key.subgroup]
+            path = self._backends[tier].path_to_keep(self._place(record), self._number)
+            if path is None:
+                return
+            if buffer.size != record.size_bytes:
+                buffer = native.aligned(record.size_bytes)
+            self.read(key, buffer)
+            try:
+                crc = native.write_file(path, buffer, self._direct(tier))
+            except OSError as error:  # whoever reads takes the rest from where they are
+                _log.warning("a record was not set down for a checkpoint, an update may wait for it: %s", error)
+                return
+            self.linked[key] = Linked(path, tier, crc)
+            self._written.add(key)
+            self.let_go([key])
+
     def let_go(self, keys: Iterable[Key]) -> None:
         """These records are needed no longer."""
         wanted = [key for key in keys if key in self.held]
@@ -216,7 +256,7 @@ class Capture:
         self._driver.captures.discard(self)
         for key, linked in self.linked.items():
             self._backends[linked.tier].let_go(self._number)
-            if not kept:
+            if not kept and key not in self._written:
                 record = self._instance.records[key.bucket, key.device][key.subgroup]
                 self._scheduler.placement.tiers[linked.tier].files.let_go(record.index)
         self.linked.clear()

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
+from typing import Any
 
 import jax
+import numpy as np
 
 from jax_mlp_offload import _native
 
+_PAGE_BYTES = 4096
 Engine = _native.Engine
 KINDS = ("arrived", "read", "written", "updated", "handed_back", "agreed", "woken")
 """Kinds of an event, by the number that comes first in it."""
@@ -26,6 +29,8 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 crc32c = _native.crc32c
 read_file = _native.read_file
+write_file = _native.write_file
+sync_file_system = _native.sync_file_system
 measure_stream = _native.measure_stream
 time_kernel = _native.time_kernel
 now_s = _native.now_s
@@ -52,6 +57,13 @@ class RuleSpec:
     has_mu: bool
     nesterov: bool
     hyper_count: int  # hyperparameters in the operand
+
+
+def aligned(size_bytes: int) -> np.ndarray[Any, Any]:
+    """Memory that O_DIRECT takes: uint8 [size_bytes] from the start of a page on."""
+    whole = np.empty(size_bytes + _PAGE_BYTES, np.uint8)
+    begin = -int(whole.ctypes.data) % _PAGE_BYTES
+    return whole[begin : begin + size_bytes]
 
 
 def _runtime_api_version() -> tuple[int, int]:

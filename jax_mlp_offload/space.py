@@ -65,7 +65,7 @@ class Files:
         self._spares: Counter[int] = Counter()  # by size
         self._growing: Counter[int] = Counter()  # writes in flight that need a new file, by size
         self._given_up: dict[int, int] = {}  # record -> size of the file that it keeps
-        self._kept: set[int] = set()  # records whose file has another link
+        self._kept: Counter[int] = Counter()  # other links of a record's file
 
     @property
     def bounded(self) -> bool:
@@ -102,17 +102,20 @@ class Files:
 
     def keep(self, record: int) -> None:
         """The record's file has another link, whose owner wants it to stay as it is."""
-        self._kept.add(record)
+        self._kept[record] += 1
 
     def let_go(self, record: int) -> None:
         """The link is gone again, if the record still has that file."""
-        self._kept.discard(record)
+        if self._kept[record] > 1:
+            self._kept[record] -= 1
+        else:
+            del self._kept[record]
 
     def moved_on(self, size_bytes: int, record: int | None) -> None:
         """A record lives elsewhere now: its file may be taken over, unless it is kept."""
         self.stored_bytes -= size_bytes
-        if record in self._kept:
-            self._kept.remove(record)
+        if record is not None and record in self._kept:
+            del self._kept[record]
             self.held_bytes -= size_bytes
         else:
             self._spares[size_bytes] += 1
@@ -121,7 +124,7 @@ class Files:
         """What is stored of the record no longer counts, but it keeps the file until it is written anew."""
         self.stored_bytes -= size_bytes
         if record in self._kept:
-            self._kept.remove(record)
+            del self._kept[record]
             self.held_bytes -= size_bytes
         else:
             self._given_up[record] = size_bytes

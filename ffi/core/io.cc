@@ -18,7 +18,7 @@ namespace {
 // even; but no blocks are cut below the size at which a device still streams.
 constexpr double kLimitedBlockS = 0.01;
 constexpr size_t kLeastLimitedBlock = 256u << 10;
-constexpr size_t kReadNowBlock = 4u << 20;
+constexpr size_t kTransferNowBlock = 4u << 20;
 
 size_t round_up_direct(size_t size) { return round_down_direct(size + kDirectAlign - 1); }
 
@@ -81,14 +81,17 @@ std::string TierIo::turn_error() const {
   return error.empty() ? impl_->writes.turn().error() : error;
 }
 
-IoResult read_now(const IoJob& job, bool direct) {
+namespace {
+
+IoResult transfer_now(const IoJob& job, bool is_write, bool direct) {
   IoResult result;
   result.token = job.token;
+  result.is_write = is_write;
   result.size = job.size;
   result.start_s = now_s();
   std::atomic<bool> direct_in_use{direct};
-  RecordFile file(job, false, kReadNowBlock, &direct_in_use);
-  const FaultOutcome fault = draw_fault(job.path, false);
+  RecordFile file(job, is_write, kTransferNowBlock, &direct_in_use);
+  const FaultOutcome fault = draw_fault(job.path, is_write);
   if (fault.delay_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(fault.delay_s));
   result.status = file.open();
   if (result.status.ok()) result.status = fault_status(fault, file.what());
@@ -100,6 +103,12 @@ IoResult read_now(const IoJob& job, bool direct) {
   result.end_s = now_s();
   return result;
 }
+
+}  // namespace
+
+IoResult read_now(const IoJob& job, bool direct) { return transfer_now(job, false, direct); }
+
+IoResult write_now(const IoJob& job, bool direct) { return transfer_now(job, true, direct); }
 
 double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

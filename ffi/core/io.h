@@ -13,7 +13,7 @@
 // 5. Bandwidth limits are smooth token buckets, one a direction.
 // 6. While exclusive access is on, blocks are transferred only in a turn on the device (turn.h). Opening
 //    files, injected delays and waiting for bandwidth are done before it. A record's unaligned tail and
-//    read_now() take no turn.
+//    read_now() and write_now() take no turn.
 // Thread contract: read/write may be called from any thread; `done` must not block. close() ends all queued
 // jobs with kClosed, waits for those in flight, and joins the threads; it is idempotent.
 #pragma once
@@ -84,8 +84,9 @@ class TierIo {
   std::unique_ptr<Impl> impl_;
 };
 
-// The same transfer, done by the calling thread (for reads outside a step).
+// The same transfers, done by the calling thread (outside of a step).
 IoResult read_now(const IoJob& job, bool direct);
+IoResult write_now(const IoJob& job, bool direct);
 
 // Seconds of the monotonic clock that all results use.
 double now_s();

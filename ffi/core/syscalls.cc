@@ -45,6 +45,7 @@ int SyscallHooks::fstatvfs(int fd, struct statvfs* info) { return ::fstatvfs(fd,
 int SyscallHooks::ftruncate(int fd, off_t size) { return ::ftruncate(fd, size); }
 int SyscallHooks::fallocate(int fd, off_t offset, off_t size) { return ::fallocate(fd, 0, offset, size); }
 int SyscallHooks::set_status_flags(int fd, int flags) { return ::fcntl(fd, F_SETFL, flags); }
+int SyscallHooks::syncfs(int fd) { return ::syncfs(fd); }
 int SyscallHooks::lock(int fd, int command, struct flock* range) { return ::fcntl(fd, command, range); }
 void* SyscallHooks::mmap(size_t size) {
   return ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -66,6 +67,16 @@ Status errno_status(const std::string& what, int error_number) {
       ::strerror_r(error_number, buffer, sizeof buffer);  // the GNU one: thread-safe, returns the text
   return Status(Code::kIo, what + ": " + text + " (errno " + std::to_string(error_number) + ")",
                 error_number);
+}
+
+Status sync_file_system(const std::string& path) {
+  const int flags = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
+  const int fd = retry_interrupted([&] { return syscalls().open(path.c_str(), flags, 0); });
+  if (fd < 0) return errno_status("open " + path, errno);
+  const bool done = retry_interrupted([&] { return syscalls().syncfs(fd); }) == 0;
+  const int error_number = errno;
+  (void)syscalls().close(fd);  // nothing was written through it
+  return done ? Status() : errno_status("sync the file system of " + path, error_number);
 }
 
 File::~File() { (void)close(); }

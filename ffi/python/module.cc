@@ -17,6 +17,7 @@
 #include "ffi/core/crc32c.h"
 #include "ffi/core/engine.h"
 #include "ffi/core/fault.h"
+#include "ffi/core/syscalls.h"
 #include "ffi/xla/handlers.h"
 
 namespace nb = nanobind;
@@ -33,6 +34,15 @@ void raise_if(const Status& status) {
   if (status.ok()) return;
   if (status.code() == Code::kInvalid) throw std::invalid_argument(status.message());
   throw std::runtime_error(status.message());
+}
+
+// As OSError with its errno, so that Python names its subclass.
+void raise_os_error_if(const Status& status) {
+  if (status.ok()) return;
+  PyObject* const values = Py_BuildValue("(is)", status.error_number(), status.message().c_str());
+  if (values != nullptr) PyErr_SetObject(PyExc_OSError, values);
+  Py_XDECREF(values);
+  throw nb::python_error();
 }
 
 // (kind, token, instance, bucket, device, run_id, ticket, skip)          kArrived
@@ -226,6 +236,33 @@ void bind_tools(nb::module_& m) {
         raise_if(result.status);
       },
       nb::arg("path"), nb::arg("target"), nb::arg("crc"), nb::arg("direct"));
+  m.def(
+      "write_file",
+      [](const std::string& path, ConstBytes source, bool direct) {
+        IoJob job;
+        job.path = path;
+        job.memory = const_cast<char*>(reinterpret_cast<const char*>(source.data()));  // only read from
+        job.size = source.size();
+        IoResult result;
+        {
+          nb::gil_scoped_release release;
+          result = write_now(job, direct);
+        }
+        raise_os_error_if(result.status);
+        return result.crc;
+      },
+      nb::arg("path"), nb::arg("source"), nb::arg("direct"));
+  m.def(
+      "sync_file_system",
+      [](const std::string& path) {
+        Status status;
+        {
+          nb::gil_scoped_release release;
+          status = sync_file_system(path);
+        }
+        raise_os_error_if(status);
+      },
+      nb::arg("path"));
   m.def(
       "measure_stream",
       [](size_t bytes, int threads, int repeats) {

@@ -115,6 +115,14 @@ class Backend(abc.ABC):
         """
         return None
 
+    def path_to_keep(self, place: Place, number: int) -> str | None:
+        """Where a record that is in memory may be written for whoever keeps it; on any thread.
+
+        Returns:
+          None where such a file would cost the tier what its owner does not want to give.
+        """
+        return None
+
     def let_go(self, number: int) -> None:  # noqa: B027
         """Removes what was kept under this number."""
 

@@ -88,6 +88,11 @@ class DirectBackend(Backend):
         """See :class:`Backend`: a hard link."""
         return self._folder.keep(place.array, place.index, number)
 
+    def path_to_keep(self, place: Place, number: int) -> str | None:
+        """See :class:`Backend`: not where bandwidth or space are limited, since these files are counted in neither."""
+        limited = any(self.tier.number(name) for name in ("read_limit", "write_limit", "capacity"))
+        return None if limited else self._folder.path_to_keep(place.array, place.index, number)
+
     def let_go(self, number: int) -> None:
         """See :class:`Backend`."""
         self._folder.let_go(number)

@@ -156,15 +156,19 @@ class Folder:
 
     def keep(self, name: str, index: int, number: int) -> str | None:
         """Links a record's file into ``kept/<number>/``; returns the link's path, None if the file system has no links."""
-        kept = self.path / "kept" / str(number)
-        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = kept / f"{name.replace('/', '.')}.{index}"
+        path = self.path_to_keep(name, index, number)
         try:
             os.link(self._owner[name, index], path)
         except OSError as error:
             _log.info("tier %r: no hard links: %s", self.tier.name, error)
             return None
-        return str(path)
+        return path
+
+    def path_to_keep(self, name: str, index: int, number: int) -> str:
+        """Where in ``kept/<number>/`` a record is to be; on any thread."""
+        kept = self.path / "kept" / str(number)
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return str(kept / f"{name.replace('/', '.')}.{index}")
 
     def let_go(self, number: int) -> None:
         """Removes ``kept/<number>/``."""

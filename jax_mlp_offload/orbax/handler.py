@@ -6,6 +6,7 @@ back, ``matching`` for whose they are, ``manifest`` for what is kept beside the 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -63,10 +64,20 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
           OffloadError: if a state cannot be read (it is not the last one, or its update failed).
           ValueError: if no open store holds it.
         """
-        if args is None:
-            args = OffloadSave(item, save_args)
+        return await self._begin(directory, args or OffloadSave(item, save_args), asynchronous=True)
+
+    def save(self, directory: Any, item: Any = None, save_args: Any = None, args: OffloadSave | None = None) -> None:
+        """The same, and waits until all is written."""
+
+        async def save() -> None:
+            for each in await self._begin(directory, args or OffloadSave(item, save_args), asynchronous=False):
+                each.result()
+
+        asyncio_utils.run_sync(save())
+
+    async def _begin(self, directory: Any, args: OffloadSave, asynchronous: bool) -> list[Any]:
         self._limit_memory(args.item)
-        job = Job(args.item)
+        job = Job(args.item, asynchronous)
         try:
             standard = standard_checkpoint_handler.StandardSaveArgs(job.tree, args.save_args, args.custom_metadata)
             futures = list(await super().async_save(directory, args=standard) or [])
@@ -74,19 +85,9 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
             job.close()
             raise
         if not job.started:  # no leaf of the tree is in a store, but masters may be
-            futures.append(
-                future.CommitFutureAwaitingContractedSignals(_write_rest(job, directory), name="offloaded_states")
-            )
+            rest = _write_rest(job, directory)
+            futures.append(future.CommitFutureAwaitingContractedSignals(rest, name="offloaded_states"))
         return futures
-
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        """The same, and waits for the futures."""
-
-        async def save() -> None:
-            for each in await self.async_save(directory, *args, **kwargs) or []:
-                each.result()
-
-        asyncio_utils.run_sync(save())
 
     def restore(self, directory: Any, item: Any = None, args: OffloadRestore | None = None) -> Any:
         """See :class:`OffloadRestore`."""
@@ -118,6 +119,7 @@ async def _write_rest(job: Job, directory: Any) -> None:
         if hasattr(directory, "await_creation"):
             directory = await directory.await_creation()
         if job.saved:
+            await asyncio.to_thread(job.set_down)
             await write_job(job, directory, [])
     finally:
         job.close()

@@ -43,13 +43,15 @@ class Job:
 
     Args:
       tree: with offloaded states anywhere.
+      asynchronous: whether training goes on while it is written.
 
     Raises:
       OffloadError: if a state cannot be read (it is not the last one, or its update failed).
       ValueError: if no open store holds it, or how it is divided cannot be told.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
         self.saved: list[Saved] = []
         self.started = False  # whether the leaves have come back from Orbax
         try:
@@ -80,6 +82,12 @@ class Job:
         if leaf.ndim == 0 and np.issubdtype(leaf.dtype, np.integer):
             return count
         return OffloadedLeaf(leaf.shape, leaf.dtype, leaf.sharding or sharding_of(count), self)
+
+    def set_down(self) -> None:
+        """Before an asynchronous save: frees records that the next updates would wait for, where tiers take a copy."""
+        for saved in self.saved:
+            if saved.capture is not None and self.asynchronous:
+                saved.capture.set_down()
 
     def close(self) -> None:
         """Lets go of all records. Idempotent."""
