@@ -34,6 +34,7 @@ from jax_mlp_offload.types import Life, Record
 _log = logging.getLogger("jax_mlp_offload")
 _numbers = itertools.count()
 _CALL_TIMEOUT_S = 60.0
+_CHECK_S = 0.5  # between two looks at what waits
 _RETRY_S = 0.005  # between two looks at a record that is on its way
 Bytes = np.ndarray[Any, Any]
 
@@ -86,6 +87,7 @@ class Capture:
         self._array_name = array_name
         self._deadline_s = deadline_s
         self._since_s: float | None = None  # when an update was first seen to wait
+        self._check_s = 0.0  # when to look again
         self._written: set[Key] = set()  # of those linked, whose files are no links
         self._lost: errors.OffloadError | None = None
         self._closed = threading.Event()
@@ -118,6 +120,9 @@ class Capture:
 
     def check(self, now_s: float) -> None:
         """Lets go of everything if an update has waited for too long."""
+        if now_s < self._check_s:
+            return
+        self._check_s = now_s + _CHECK_S
         if not any(record.wanted_by is not None for record in self.held.values()):
             self._since_s = None
         elif self._since_s is None:
