@@ -22,10 +22,10 @@ from orbax.checkpoint._src.serialization import jax_array_handlers, ocdbt_utils,
 from orbax.checkpoint._src.serialization.type_handler_registry import create_type_handler_registry
 
 from jax_mlp_offload.orbax import manifest
+from jax_mlp_offload.orbax.chunks import shards_of, written_shape
 from jax_mlp_offload.orbax.exchange import Exchange, is_one_of_several, wait_for_all
-from jax_mlp_offload.orbax.leaves import OffloadedLeaf, written_shape
-from jax_mlp_offload.orbax.saving import Job, Target
-from jax_mlp_offload.orbax.writes import write_zero_leaf
+from jax_mlp_offload.orbax.saving import Job, OffloadedLeaf, Target
+from jax_mlp_offload.orbax.writes import Writes, write_zeros
 
 BARRIER_TIMEOUT_S = 600.0  # how long one process waits for another to write what it has
 _CACHE_BYTES = 64 * 2**20  # of decoded chunks
@@ -156,7 +156,7 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
         shared.append(targets)
     for leaf, target in leaves:
         if leaf.saved is None:
-            await asyncio.to_thread(write_zero_leaf, leaf, target, process)
+            await asyncio.to_thread(_write_zero_leaf, leaf, target, process)
     if is_one_of_several():
         await asyncio.to_thread(wait_for_all, "shares are put down", BARRIER_TIMEOUT_S)
         for saved, exchange, targets in zip(job.saved, exchanges, shared, strict=True):
@@ -167,6 +167,13 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
         for number in range(len(job.saved) if is_one_of_several() else 0):
             (folder / f"exchange.{number}").rmtree(missing_ok=True)
         await asyncio.to_thread(manifest.write, directory, entries)
+
+
+def _write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int) -> None:
+    """Writes a leaf of a state that no update has been made from."""
+    writes = Writes()
+    write_zeros(target, leaf.shape, shards_of(leaf.shape, leaf.sharding, process), writes)
+    writes.finish()
 
 
 def _zarr(path: str) -> dict[str, Any]:

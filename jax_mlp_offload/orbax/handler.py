@@ -9,28 +9,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.handlers import standard_checkpoint_handler
 from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePyTreeCheckpointHandler
 
-from jax_mlp_offload.binding import Binding
-from jax_mlp_offload.errors import CheckpointError
-from jax_mlp_offload.filling import load, warn_of_conversions
-from jax_mlp_offload.orbax import manifest
-from jax_mlp_offload.orbax.arrays import OpenArgs, caching, make_registry, open_master, write_job
-from jax_mlp_offload.orbax.leaves import OffloadedLeaf
-from jax_mlp_offload.orbax.matching import Shapes, match, shardings_of_params
-from jax_mlp_offload.orbax.saving import Job, Target
-from jax_mlp_offload.positions import Keys, Position, find, keys_of, put, replace, unboxed
-from jax_mlp_offload.read import optax_state
+from jax_mlp_offload.orbax.arrays import make_registry, write_job
+from jax_mlp_offload.orbax.restoring import Request, Restoring
+from jax_mlp_offload.orbax.saving import Job, OffloadedLeaf
+from jax_mlp_offload.positions import find
 from jax_mlp_offload.store import Store
 
 _LEAST_CONCURRENT_BYTES = 64 * 2**20
@@ -93,13 +84,18 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         """See :class:`OffloadRestore`."""
         if args is None:
             args = OffloadRestore(item)
-        positions = find(args.item)  # none: a tree of plain arrays; without a tree, all as plain optax has it
-        if not positions:
+        if not find(args.item):  # a tree of plain arrays; or none, and everything comes as plain optax has it
             standard = standard_checkpoint_handler.StandardRestoreArgs(
-                args.item, args.strict, None, args.fallback_sharding
+                args.item, args.strict, fallback_sharding=args.fallback_sharding
             )
             return super().restore(directory, args=standard)
-        return _Restoring(self, directory, args, positions).run()
+        request = Request(args.item, args.strict, args.fallback_sharding, args.store)
+
+        def restore_tree(tree: Any, restore_args: Any) -> Any:
+            self._limit_memory(tree)
+            return self._impl.restore(directory, args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args))
+
+        return Restoring(directory, self.metadata(directory), request).run(restore_tree)
 
     def _limit_memory(self, tree: Any) -> None:
         """Has Orbax move few of the arrays at a time that are not in stores, but any single one."""
@@ -107,11 +103,6 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         largest = max((math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays), default=0)
         most = max(_LEAST_CONCURRENT_BYTES, 2 * largest)
         self._arrays._save_concurrent_bytes = self._arrays._restore_concurrent_bytes = most
-
-    def restore_tree(self, directory: Any, tree: Any, restore_args: Any) -> Any:
-        """Restores a tree as ``restore_args`` say."""
-        self._limit_memory(tree)
-        return self._impl.restore(directory, args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args))
 
 
 async def _write_rest(job: Job, directory: Any) -> None:
@@ -123,160 +114,6 @@ async def _write_rest(job: Job, directory: Any) -> None:
             await write_job(job, directory, [])
     finally:
         job.close()
-
-
-class _Restoring:
-    """One call of ``restore``: which optimizer each state is of is known before anything is read."""
-
-    def __init__(
-        self, handler: OffloadHandler, directory: Any, args: OffloadRestore, positions: Sequence[Position]
-    ) -> None:
-        self._handler, self._directory, self._args, self._positions = handler, directory, args, positions
-        self._manifest = manifest.load(directory)
-        self._metadata = handler.metadata(directory)
-        self._context = caching()
-        self._found = [self._match(position) for position in positions]
-
-    def _match(self, position: Position) -> tuple[Store, Binding]:
-        stored: Shapes = {
-            keys_of(path): tuple(leaf.shape)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(self._stored(position))[0]
-        }
-        stores = None if self._args.store is None else [self._args.store]
-        store, declared = match(position, stored, self._manifest.get(position.keys), stores)
-        assert declared.bind is not None
-        binding: Binding = declared.bind(shardings_of_params(declared, self._args.item, self._positions))
-        return store, binding
-
-    def _stored(self, position: Position) -> Any:
-        """The checkpoint's metadata of what it has at a position; an empty tree if there is nothing."""
-        at = self._metadata.tree
-        for key in position.keys:
-            if isinstance(at, (list, tuple)):
-                at = at[int(key)] if key.isdigit() and int(key) < len(at) else {}
-            elif isinstance(at, dict):
-                at = at.get(key, at.get(int(key), {}) if key.isdigit() else {})
-            else:
-                return {}
-        return at
-
-    def run(self) -> Any:
-        """Restores the tree: other leaves first, which are what may fail, then the states."""
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])  # for Orbax: what is in stores has none
-
-        def stand_in(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
-
-        subtrees = [jax.tree.map(stand_in, self._stored(position)) for position in self._positions]
-        target = replace(self._args.item, subtrees.__getitem__)
-        restored = self._handler.restore_tree(self._directory, target, self._restore_args(target))
-        leaves = jax.tree.leaves(restored)
-        inside: list[dict[Keys, Any]] = [{} for _ in self._positions]
-        outside = []
-        for (keys, number), leaf in zip(self._places(target), leaves, strict=True):
-            if number is None:
-                outside.append(leaf)
-            else:
-                inside[number][unboxed(keys)] = leaf
-        states = list(map(self._load, self._positions, self._found, inside))
-        return put(self._args.item, states, outside)
-
-    def _places(self, target: Any) -> list[tuple[Keys, int | None]]:
-        """Of each leaf, the path and None; of one in a state, the path in that and the state's number."""
-        places: list[tuple[Keys, int | None]] = []
-        for path, _ in jax.tree_util.tree_flatten_with_path(target)[0]:
-            keys = keys_of(path)
-            prefixes = [position.keys for position in self._positions]
-            number = next((i for i, prefix in enumerate(prefixes) if keys[: len(prefix)] == prefix), None)
-            places.append((keys if number is None else keys[len(prefixes[number]) :], number))
-        return places
-
-    def _restore_args(self, target: Any) -> Any:
-        made = standard_checkpoint_handler._construct_restore_args(
-            target, lambda: self._metadata, self._args.fallback_sharding
-        )
-        treedef: Any = jax.tree.structure(target)
-        args = [
-            OpenArgs() if number is not None else arg if self._args.strict else _lenient(arg)
-            for arg, (_, number) in zip(treedef.flatten_up_to(made), self._places(target), strict=True)
-        ]
-        return jax.tree.unflatten(treedef, args)
-
-    def _load(self, position: Position, found: tuple[Store, Binding], stored: dict[Keys, Any]) -> Any:
-        """Loads a state into its store; returns the node for the tree."""
-        store, binding = found
-        where = "/".join(position.keys)
-        entry = self._manifest.get(position.keys)
-        counts = [entry.count] if entry is not None else []
-        arrays: dict[Target, Any] = {}
-        for keys, place in _places_of(binding).items():
-            if isinstance(place, tuple):
-                arrays[place] = stored[keys]
-            else:
-                counts.append(int(stored[keys].read().result()))
-        if len(set(counts)) > 1:
-            raise CheckpointError(
-                f"the state at {where} has several counts of updates, {sorted(set(counts))}: it is damaged, or put "
-                "together from several; restore another checkpoint"
-            )
-        for leaf, spec in enumerate(binding.leaves):
-            if entry is not None and spec.path in entry.masters:
-                arrays[leaf, "master"] = self._open_master(entry.masters[spec.path], binding, leaf, where)
-        warn_of_conversions(binding, arrays, where)
-        ticket = load(binding, arrays, store.engine)
-        count = np.asarray(counts[0] if counts else 0, np.int32)
-        placed = _placement(position.state.count, binding)
-        return position.with_leaves(_array(count, placed), _array(np.asarray([ticket], np.uint32), placed))
-
-    def _open_master(self, name: str, binding: Binding, leaf: int, where: str) -> Any:
-        path = binding.leaves[leaf].path
-        try:
-            array = open_master(self._directory, name, self._context)
-        except ValueError as error:
-            raise CheckpointError(
-                f"the state at {where}: the float32 masters of {path} cannot be read ({error}): the checkpoint is "
-                "incomplete or damaged; restore another one"
-            ) from error
-        if tuple(array.shape) != binding.shapes[leaf]:
-            raise CheckpointError(
-                f"the state at {where}: the float32 masters of {path} have shape {tuple(array.shape)}, not "
-                f"{binding.shapes[leaf]}: the checkpoint is damaged; restore another one"
-            )
-        return array
-
-
-def _places_of(binding: Binding) -> dict[Keys, Target | None]:
-    """What stands where in optax's state: a leaf's section, or None for a count."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Marker:
-        place: Target
-
-    def markers(section: str) -> list[Any]:
-        return [Marker((leaf, section)) for leaf in range(len(binding.leaves))]
-
-    flat, _ = jax.tree_util.tree_flatten_with_path(optax_state(binding, 0, markers))
-    return {unboxed(keys_of(path)): leaf.place if isinstance(leaf, Marker) else None for path, leaf in flat}
-
-
-def _lenient(arg: Any) -> Any:
-    return dataclasses.replace(arg, strict=False) if hasattr(arg, "strict") else arg
-
-
-def _placement(count: Any, binding: Binding) -> jax.sharding.Sharding | None:
-    """Where a state's own leaves go: where the tree has them, but over the whole mesh of the params; None: anywhere."""
-    found = getattr(count, "sharding", None)
-    mesh = binding.layout.mesh
-    if mesh is not None and (found is None or found.device_set != set(mesh.devices.flat)):
-        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return None if isinstance(count, jax.Array) and not count.committed else found
-
-
-def _array(value: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
-    """A small array, where the tree has the state's."""
-    if sharding is None:
-        return jnp.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 @ocp.args.register_with_handler(OffloadHandler, for_save=True)

@@ -12,6 +12,8 @@ Thread contract: made on the user's thread; ``write`` and ``close`` on any one.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +25,8 @@ from jax_mlp_offload import shardings
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Capture
 from jax_mlp_offload.division import Shard
+from jax_mlp_offload.orbax.chunks import ranges_of
 from jax_mlp_offload.orbax.exchange import Exchange
-from jax_mlp_offload.orbax.leaves import OffloadedLeaf, ranges_of
 from jax_mlp_offload.orbax.records import Records
 from jax_mlp_offload.orbax.writes import Writes, write_zeros
 from jax_mlp_offload.plan import SECTIONS
@@ -36,6 +38,44 @@ Target = tuple[int, str]
 
 Gather = Callable[[Shard, int, int, Mapping[str, np.ndarray[Any, Any]]], None]
 """Puts elements of a shard into an array of zeros for each section."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OffloadedLeaf:
+    """Stands in a tree where plain optax has an array.
+
+    Attributes:
+      shape: of the whole leaf.
+      dtype: of the array in the checkpoint.
+      sharding: as a param's.
+      job: the checkpoint that it is for.
+      saved: the state that it is of; None: it is zero.
+      leaf: its index in that.
+      section: ``"mu"`` or ``"nu"``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: jax.sharding.Sharding
+    job: Job
+    saved: Saved | None = None
+    leaf: int = 0
+    section: str = ""
+
+    @property
+    def ndim(self) -> int:
+        """Its dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the checkpoint, before compression."""
+        return self.size * self.dtype.itemsize
 
 
 class Job:

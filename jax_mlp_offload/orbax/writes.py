@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jax_mlp_offload.division import Shard, boxes_of
-from jax_mlp_offload.orbax.leaves import OffloadedLeaf, ranges_of, shards_of
+from jax_mlp_offload.orbax.chunks import ranges_of
 
 IN_FLIGHT_BYTES = 32 * 2**20
 """That TensorStore may still have to write."""
@@ -49,10 +49,3 @@ def write_zeros(target: Any, whole: tuple[int, ...], shards: Sequence[Shard], wr
     for shard in shards:
         for begin, end in ranges_of(shard, whole):
             writes.add(target, shard, begin, end, np.zeros(end - begin, target.dtype.numpy_dtype))
-
-
-def write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int) -> None:
-    """Writes a leaf of a state that no update has been made from."""
-    writes = Writes()
-    write_zeros(target, leaf.shape, shards_of(leaf, process), writes)
-    writes.finish()

@@ -1,4 +1,4 @@
-"""How a leaf of an offloaded state is written into a checkpoint: as plain optax's array would be.
+"""The chunks in which a leaf is written into a checkpoint: those of plain optax's array, where they are not too large.
 
 A leaf is one zarr array. Where a shard of it is small, its chunks are those that Orbax itself would choose, so that the
 metadata is the same; a larger one has smaller chunks, each of which is a run of the flat shard, and can be written with
@@ -7,66 +7,23 @@ little memory. Pure functions.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-import numpy as np
 
 from jax_mlp_offload.division import Box, Shard, box_of, chunk_ranges, chunk_shape
-
-if TYPE_CHECKING:
-    from jax_mlp_offload.orbax.saving import Job, Saved
 
 CHUNK_ELEMENTS = 4 * 2**20  # 16 MiB of float32: most elements that are put together at once
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class OffloadedLeaf:
-    """Stands in a tree where plain optax has an array.
-
-    Attributes:
-      shape: of the whole leaf.
-      dtype: of the array in the checkpoint.
-      sharding: as a param's.
-      job: the checkpoint that it is for.
-      saved: the state that it is of; None: it is zero.
-      leaf: its index in that.
-      section: ``"mu"`` or ``"nu"``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    sharding: jax.sharding.Sharding
-    job: Job
-    saved: Saved | None = None
-    leaf: int = 0
-    section: str = ""
-
-    @property
-    def ndim(self) -> int:
-        """Its dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Its elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes in the checkpoint, before compression."""
-        return self.size * self.dtype.itemsize
-
-
-def shards_of(leaf: OffloadedLeaf, process: int) -> list[Shard]:
+def shards_of(shape: tuple[int, ...], sharding: jax.sharding.Sharding, process: int) -> list[Shard]:
     """The shards that this process writes: those whose first device is its own. Nothing is said of where they lie."""
     owners: dict[Box, int] = {}
-    indices: Any = leaf.sharding.devices_indices_map(leaf.shape)
+    indices: Any = sharding.devices_indices_map(shape)
     for device, index in indices.items():
-        owners.setdefault(box_of(index, leaf.shape), device.process_index)
-    return [Shard(leaf.leaf, box, ()) for box, owner in owners.items() if owner == process]
+        owners.setdefault(box_of(index, shape), device.process_index)
+    return [Shard(0, box, ()) for box, owner in owners.items() if owner == process]
 
 
 def written_shape(
