@@ -172,7 +172,11 @@ class Saved:
         if layout.mesh is None or not layout.specs:
             device = next((d for d in jax.local_devices() if shardings.ordinal(d) == layout.devices[0]), None)
             return jax.sharding.SingleDeviceSharding(device) if device is not None else sharding_of(count)
-        return jax.sharding.NamedSharding(layout.mesh, layout.specs[leaf])
+        entries = list(layout.specs[leaf])
+        if jax.sharding.AxisType.Explicit not in layout.mesh.axis_types:  # as JAX writes it, and so Orbax
+            while entries and entries[-1] is None:
+                entries.pop()
+        return jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec(*entries))
 
     # -- the stream
 
