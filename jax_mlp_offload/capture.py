@@ -87,6 +87,7 @@ class Capture:
         self._array_name = array_name
         self._deadline_s = deadline_s
         self._since_s: float | None = None  # when an update was first seen to wait
+        self._stored: set[Key] = set()  # all that were taken hold of
         self._check_s = 0.0  # when to look again
         self._written: set[Key] = set()  # of those linked, whose files are no links
         self._lost: errors.OffloadError | None = None
@@ -108,6 +109,7 @@ class Capture:
                     self._take(Key(bucket, device, record.subgroup), record)
 
     def _take(self, key: Key, record: Record) -> None:
+        self._stored.add(key)
         if record.life is Life.STORED:
             assert record.tier is not None
             path = self._backends[record.tier].keep(self._place(record), self._number)
@@ -146,7 +148,7 @@ class Capture:
 
     def has(self, key: Key) -> bool:
         """Whether anything is stored for this record (else moments and remainders are zero)."""
-        return key in self.linked or key in self.held
+        return key in self._stored
 
     def read(self, key: Key, target: Bytes) -> None:
         """Copies a record that ``has`` something into uint8 ``[record_bytes]``.

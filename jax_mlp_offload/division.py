@@ -26,6 +26,8 @@ from jax_mlp_offload.replicas import Part
 Box = tuple[tuple[int, int], ...]
 """Start and size along each dimension of a leaf."""
 
+_FEW = 8
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Holder:
@@ -218,19 +220,24 @@ def chunk_shape(shape: Sequence[int], whole: Sequence[int], most: int) -> tuple[
     Args:
       shape: of the shard.
       whole: of the leaf: along a dimension that is sharded, a chunk has to divide the shard.
-      most: elements that a chunk may have.
+      most: elements that a chunk may have. A shard that hardly divides (a prime number of rows) may take some times as
+        many, before it is cut into very small ones.
     """
     if math.prod(shape) <= most:
         return tuple(max(1, size) for size in shape)
-    for dimension, size in enumerate(shape):
-        row = math.prod(shape[dimension + 1 :])
-        if row <= most:
-            rows = max(1, most // row)
-            divisor = max(n for n in range(1, min(rows, size) + 1) if size % n == 0)
-            if shape[dimension] == whole[dimension] and 2 * divisor < rows:
-                divisor = min(rows, size)  # the last chunk may be shorter
-            return (*([1] * dimension), divisor, *shape[dimension + 1 :])
-    raise AssertionError(f"{shape} has no chunk of {most} elements")
+    dimension = next(i for i in range(len(shape)) if math.prod(shape[i + 1 :]) <= most)
+    size, row = shape[dimension], math.prod(shape[dimension + 1 :])
+    rows = max(1, most // row)
+    if size == whole[dimension]:
+        part = rows  # the last chunk may be shorter
+    else:
+        divisors = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+        divisors += [size // n for n in reversed(divisors)]
+        part = max(n for n in divisors if n <= rows)
+        larger = min(n for n in divisors if n >= rows)
+        if _FEW * part < rows and larger * row <= _FEW * most:
+            part = larger
+    return (*([1] * dimension), part, *shape[dimension + 1 :])
 
 
 def chunk_ranges(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[int, int]]:

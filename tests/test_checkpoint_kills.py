@@ -1,4 +1,4 @@
-"""A process that is killed at any moment of a step, a save or a snapshot: what is found afterwards is whole, and of one step."""
+"""A process that is killed at any moment of a step or a save: what is found afterwards is whole, and of one step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def test_what_is_found_after_a_kill_is_the_state_of_one_step(mode, digests, tmp_
     moments = random.Random(f"kills, {mode}")
     found = []
     for _ in range(KILLS // 2):
-        process = start_python(f"STEPS = {STEPS}\n" + TRAINING, tmp_path / "checkpoints", tmp_path / "tier", digests, mode)
+        process = start_python(
+            f"STEPS = {STEPS}\n" + TRAINING, tmp_path / "checkpoints", tmp_path / "tier", digests, mode
+        )
         try:
             line = process.stdout.readline()  # the checkpoint has been compared by now
             assert line.startswith("FOUND"), process.communicate(timeout=60)

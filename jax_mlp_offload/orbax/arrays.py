@@ -65,7 +65,7 @@ class ArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[misc]
             leaves, infos = [leaf for leaf, _, _ in streamed], [info for _, info, _ in streamed]
             for info in infos:
                 await info.await_path_creation()
-            await asyncio.to_thread(job.set_down)
+            await asyncio.to_thread(job.wait)
             opened = [await self._create(*item) for item in streamed]
             await write_job(job, infos[0].parent_dir, [(leaf, t) for leaf, (t, _) in zip(leaves, opened, strict=True)])
             for other in others:  # both write to the same files of metadata

@@ -70,6 +70,7 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
         self._limit_memory(args.item)
         job = Job(args.item, asynchronous)
         try:
+            job.start()
             standard = standard_checkpoint_handler.StandardSaveArgs(job.tree, args.save_args, args.custom_metadata)
             futures = list(await super().async_save(directory, args=standard) or [])
         except BaseException:
@@ -110,7 +111,7 @@ async def _write_rest(job: Job, directory: Any) -> None:
         if hasattr(directory, "await_creation"):
             directory = await directory.await_creation()
         if job.saved:
-            await asyncio.to_thread(job.set_down)
+            await asyncio.to_thread(job.wait)
             await write_job(job, directory, [])
     finally:
         job.close()

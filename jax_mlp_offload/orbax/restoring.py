@@ -17,7 +17,7 @@ from orbax.checkpoint._src.handlers import standard_checkpoint_handler
 
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.errors import CheckpointError
-from jax_mlp_offload.filling import load, warn_of_conversions
+from jax_mlp_offload.filling import load, values_of, warn_of_conversions
 from jax_mlp_offload.orbax import manifest
 from jax_mlp_offload.orbax.arrays import OpenArgs, caching, open_master
 from jax_mlp_offload.orbax.matching import Shapes, match, shardings_of_params
@@ -127,7 +127,7 @@ class Restoring:
             if isinstance(place, tuple):
                 arrays[place] = stored[keys]
             else:
-                counts.append(int(stored[keys].read().result()))
+                counts.append(int(values_of(f"the count of {where}", stored[keys].read())))
         if len(set(counts)) > 1:
             raise CheckpointError(
                 f"the state at {where} has several counts of updates, {sorted(set(counts))}: it is damaged, or put "

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -92,6 +93,7 @@ class Job:
 
     def __init__(self, tree: Any, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
+        self._setting_down: Future[None] | None = None
         self.saved: list[Saved] = []
         self.started = False  # whether the leaves have come back from Orbax
         try:
@@ -123,14 +125,30 @@ class Job:
             return count
         return OffloadedLeaf(leaf.shape, leaf.dtype, leaf.sharding or sharding_of(count), self)
 
-    def set_down(self) -> None:
-        """Before an asynchronous save: frees records that the next updates would wait for, where tiers take a copy."""
-        for saved in self.saved:
-            if saved.capture is not None and self.asynchronous:
-                saved.capture.set_down()
+    def start(self) -> None:
+        """Begins to set down what the next updates would wait for, where tiers take a copy and training goes on.
+
+        At once, whatever the checkpoint's storage does.
+        """
+        captures = [saved.capture for saved in self.saved if saved.capture is not None]
+        if self.asynchronous and captures:
+            thread = ThreadPoolExecutor(1, "jmo-set-down")
+            self._setting_down = thread.submit(_set_down, captures)
+            thread.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Waits for that.
+
+        Raises:
+          OffloadError: if a record could not be read.
+        """
+        if self._setting_down is not None:
+            self._setting_down.result()
 
     def close(self) -> None:
         """Lets go of all records. Idempotent."""
+        if self._setting_down is not None:
+            self._setting_down.exception()  # which ``wait`` raises
         for saved in self.saved:
             if saved.capture is not None:
                 saved.capture.close()
@@ -256,6 +274,11 @@ class Saved:
             gather(shard, begin, end, arrays)
             for section, array in arrays.items():
                 writes.add(targets[shard.leaf, section], shard, begin, end, array)
+
+
+def _set_down(captures: Sequence[Capture]) -> None:
+    for capture in captures:
+        capture.set_down()
 
 
 def _as_optax(section: str, stored: np.dtype[Any]) -> np.dtype[Any]:
