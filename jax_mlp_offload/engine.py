@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -298,35 +298,53 @@ class Engine:
         """
 
         def begin() -> dict[int, Capture]:
-            captures = {}
             for number, serial in serials.items():
-                instance = self.scheduler.instances[number]
-                self._check_current(instance, serial)
-                captures[number] = Capture(
-                    instance,
-                    self.driver,
-                    self.scheduler,
-                    self.backends,
-                    self._native,
-                    self._array_name,
-                    self.deadline_s,
-                )
-            try:
-                for capture in captures.values():
-                    self.driver.captures.add(capture)
-                    capture.begin()
-            except BaseException:
-                for capture in captures.values():
-                    capture.end()
-                raise
-            return captures
+                self._check_current(self.scheduler.instances[number], serial)
+            return self.begin_captures(serials)
 
         captures: dict[int, Capture] = self.driver.call(begin, self.deadline_s, when_quiescent=True)
         return captures
 
-    def load(self, number: int, fill: Fill) -> int:
-        """Puts a state from outside in the place of an optimizer's; returns its ticket. See :class:`Load`."""
-        return Load(number, self.driver, self.scheduler, self._native).run(fill)
+    def begin_captures(self, numbers: Iterable[int]) -> dict[int, Capture]:
+        """The same on the driver's thread, between two steps, whatever step the store holds."""
+        captures = {
+            number: Capture(
+                self.scheduler.instances[number],
+                self.driver,
+                self.scheduler,
+                self.backends,
+                self._native,
+                self._array_name,
+                self.deadline_s,
+            )
+            for number in numbers
+        }
+        try:
+            for capture in captures.values():
+                self.driver.captures.add(capture)
+                capture.begin()
+        except BaseException:
+            for capture in captures.values():
+                capture.end()
+            raise
+        return captures
+
+    def load(self, number: int, fill: Fill, count: int = 0) -> int:
+        """Puts a state from outside in the place of an optimizer's; returns its ticket. See :class:`Load`.
+
+        Args:
+          number: the optimizer.
+          fill: fills in its records.
+          count: updates that the state has had.
+        """
+        ticket = Load(number, self.driver, self.scheduler, self._native).run(fill)
+
+        def note() -> None:
+            instance = self.scheduler.instances[number]
+            instance.updates, instance.loads = count, instance.loads + 1
+
+        self.driver.call(note, _CALL_TIMEOUT_S)
+        return ticket
 
     def take_ticket(self, number: int, mine: int, agreed: int) -> None:
         """All processes of a job agreed on the ticket of a state that each has loaded."""

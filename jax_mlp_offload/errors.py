@@ -25,6 +25,19 @@ def of_transfer(text: str, error_number: int) -> OffloadError:
     return TierError(text) if error_number else CorruptRecordError(text)
 
 
+GO_ON = (
+    "Alive are the process and the params, lost are this optimizer's moments: go on with store.restore_snapshot(path), with "
+    "a checkpoint, or afresh with init(params)"
+)
+
+
+def of_update(cause: OffloadError) -> OffloadError:
+    """Why an optimizer's update failed, and how to go on."""
+    if isinstance(cause, ForeignParamsError):  # says so itself
+        return cause
+    return type(cause)(f"{cause}. {GO_ON}")
+
+
 class StaleTicketError(OffloadError):
     """An update was asked for from a state that is not the latest one (a replay, a rollback, two updates of one)."""
 
@@ -55,6 +68,10 @@ class TierWarning(UserWarning):
 
 class SkippedStepWarning(UserWarning):
     """A step was skipped because its gradients were not finite."""
+
+
+class SnapshotWarning(UserWarning):
+    """A snapshot that the store takes by itself could not be taken; training goes on."""
 
 
 class CheckpointWarning(UserWarning):

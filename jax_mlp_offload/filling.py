@@ -19,9 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_mlp_offload import native
 from jax_mlp_offload.capture import Key
 from jax_mlp_offload.division import Box, Piece, boxes_of
-from jax_mlp_offload.errors import CheckpointWarning, OffloadError
+from jax_mlp_offload.errors import CheckpointError, CheckpointWarning, OffloadError
+from jax_mlp_offload.load import Fill
 from jax_mlp_offload.plan import SECTIONS
 from jax_mlp_offload.types import POISON
+
+_NAMES_SHOWN = 4
 
 if TYPE_CHECKING:
     from jax_mlp_offload.binding import Binding
@@ -63,7 +66,7 @@ class Filler:
         plan = self._binding.plan.buckets[key.bucket]
         first, count = plan.subgroups[key.subgroup]
         record[:] = 0
-        reads = []
+        reads: list[tuple[str, np.ndarray[Any, Any], Any]] = []
         masters = True
         holder = self._division.holder_of(self._process, key.device)
         for piece in self._division.pieces(key.bucket, holder, first, count):
@@ -77,12 +80,28 @@ class Filler:
                 dtype = self._binding.section_dtype(piece.leaf, section)
                 begin = plan.offset(section) + piece.at * dtype.itemsize
                 target = record[begin : begin + (piece.end - piece.begin) * dtype.itemsize].view(dtype)
-                reads += _reads(array, piece, target)
-        for target, read in reads:
-            target[:] = read.result().reshape(-1)  # converts, where dtypes differ
+                what = f"the {section} of {self._binding.leaves[piece.leaf].path}"
+                reads += [(what, *read) for read in _reads(array, piece, target)]
+        for what, target, read in reads:
+            target[:] = values_of(what, read).reshape(-1)  # converts, where dtypes differ
         if plan.layout.guarded:
             cells = native.CELL_OF_ANY_PARAMS if masters else native.CELL_WITHOUT_MASTERS
             record[plan.cells_offset :].view(np.uint32)[:] = cells
+
+
+def values_of(what: str, read: Any) -> np.ndarray[Any, Any]:
+    """What a source gives.
+
+    Raises:
+      CheckpointError: if it cannot be read.
+    """
+    try:
+        values: np.ndarray[Any, Any] = read.result()
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{what} cannot be read ({error}): the checkpoint is incomplete or damaged; restore another one"
+        ) from error
+    return values
 
 
 def _reads(array: Any, piece: Piece, target: np.ndarray[Any, Any]) -> list[tuple[np.ndarray[Any, Any], Any]]:
@@ -115,16 +134,25 @@ def warn_of_conversions(binding: Binding, arrays: Arrays, where: str) -> None:
         )
     lacking = [binding.leaves[leaf].path for leaf in binding.masters() if (leaf, "master") not in arrays]
     if lacking:
+        more = f" and {len(lacking) - _NAMES_SHOWN} more" if len(lacking) > _NAMES_SHOWN else ""
+        shown = ", ".join(lacking[:_NAMES_SHOWN]) + more
         warnings.warn(
-            f"the state at {where} comes without float32 masters of {len(lacking)} 16-bit params ({', '.join(lacking[:4])}, "
-            "...): the params are taken for them, as they are. A checkpoint that jmo.orbax.OffloadSave wrote has them",
+            f"the state at {where} comes without float32 masters of {len(lacking)} 16-bit params ({shown}): the params are "
+            "taken for them, as they are. A checkpoint that jmo.orbax.OffloadSave wrote has them",
             CheckpointWarning,
             stacklevel=2,
         )
 
 
-def load(binding: Binding, arrays: Arrays, engine: Any) -> int:
+def load(binding: Binding, arrays: Arrays, engine: Any, count: int = 0, fill: Fill | None = None) -> int:
     """Puts the arrays' state in the place of an optimizer's; returns its ticket, the same in all processes.
+
+    Args:
+      binding: the optimizer.
+      arrays: where to read from.
+      engine: of its store.
+      count: updates that the state has had.
+      fill: fills in its records instead; the arrays are not used then.
 
     Raises:
       OffloadError: if this process or another one could not load it.
@@ -134,7 +162,7 @@ def load(binding: Binding, arrays: Arrays, engine: Any) -> int:
     error: BaseException | None = None
     mine = 0
     try:
-        mine = engine.load(binding.number, Filler(binding, arrays).fill)
+        mine = engine.load(binding.number, fill or Filler(binding, arrays).fill, count)
     except BaseException as found:
         error = found
         if not binding.layout.spans:

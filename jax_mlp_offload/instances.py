@@ -38,6 +38,9 @@ class Instance:
     error: errors.OffloadError | None = None
     steps: int = 0  # executions that ended well, skipped ones included
     skipped: int = 0
+    updates: int = 0  # steps that the state has had: since it was fresh, skipped ones excluded; a load says how many
+    loads: int = 0
+    last_order: int = 0  # of the last step that ended well or was skipped, among the steps of all optimizers
     longest_gap_s: float = 0.0  # between operations of one step on one device
     adopted: int = 0  # steps in which params were adopted
     serials: list[int] = dataclasses.field(default_factory=list)  # of the last steps that ran, skipped ones excluded
@@ -75,6 +78,7 @@ class Instance:
     def start_afresh(self) -> None:
         """Forgets what went wrong: the state is new."""
         self.error = None
+        self.updates = 0
         self.serials.clear()
         self.adopted_serials.clear()
 

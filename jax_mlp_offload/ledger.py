@@ -73,6 +73,7 @@ class Ledger:
         self.broken: str | None = None
         self.latest = 0  # serial of the last step that was allowed to run
         self.era = 0  # serial of the step that last started afresh
+        self.agreed = True  # whether all processes' ticket of the last step is known
         self._next = _start() if first is None else first
         self._expected = buckets * len(devices)
         self._last: dict[tuple[int, int], int] = {}
@@ -108,6 +109,7 @@ class Ledger:
         Returns:
           Whether the step failed in another process only, and this optimizer is broken by it.
         """
+        self.agreed = self.agreed or self.latest == mine
         if agreed == POISON:
             news = self.broken is None and self.era <= mine < POISON
             if news:
@@ -154,6 +156,7 @@ class Ledger:
             step.doomed = self._stale(ticket, last)
         if step.doomed is None:
             self.latest = step.serial
+            self.agreed = not self.spans
         self._open.append(step)
         if len(self._open) > MAX_OPEN_STEPS:
             # programs that XLA cut short never send the rest
@@ -164,14 +167,15 @@ class Ledger:
         if ticket == POISON:
             return (
                 f"optimizer {self.name!r}: this state comes from an update that failed; "
-                "restore params from a checkpoint and call init again"
+                "go on with store.restore_snapshot, or restore params from a checkpoint and call init again"
             )
         known = f"the latest is {last}" if last else "this store holds no state of that update"
         return (
             f"optimizer {self.name!r}: the state given to update has ticket {ticket}, but {known}. The moments live in "
             "the store, in one version: an update can only follow the last one. Pass on the state that the last update "
-            "returned, or restore params from a checkpoint and start afresh with init. Two optimizers of one store with "
-            "the same leaves need a name= each, and one optimizer is not the same on another mesh or with other specs. "
+            "returned, or go back with store.restore_snapshot or a checkpoint, or start afresh with init. Two optimizers of "
+            "one store with the same leaves need a name= each, and one optimizer is not the same on another mesh or with "
+            "other specs. "
             "optax.MultiSteps updates at every micro-step from one state: use this optimizer's accumulate_steps=k instead"
         )
 

@@ -216,9 +216,12 @@ class Operations:
         if not turns:
             del self._turns[key]
         self._next_turn(operation)
-        if owner.ledger.completed(step) and not step.failed and not operation.loads:
-            owner.steps += 1
-            self._tell_adopted(owner, step)
+        if owner.ledger.completed(step) and not step.failed:
+            owner.last_order = max(owner.last_order, step.order)
+            if not operation.loads:
+                owner.steps += 1
+                owner.updates += not operation.skip and step.serial >= owner.ledger.era
+                self._tell_adopted(owner, step)
 
     def _tell_adopted(self, owner: Instance, step: Step) -> None:
         if not step.adopted:
@@ -255,8 +258,8 @@ class Operations:
         if old:
             operations = [op for op in operations if op.serial < owner.ledger.era]
         else:
-            owner.ledger.broken = owner.ledger.broken or str(cause)
-            owner.error = owner.error or cause
+            owner.error = owner.error or errors.of_update(cause)
+            owner.ledger.broken = owner.ledger.broken or str(owner.error)
         for step in [*owner.ledger.open_steps(), *(self._steps[op.request] for op in operations)]:
             step.failed = step.failed or not old or step.serial < owner.ledger.era
         self._fail(operations, str(cause), at_once)

@@ -97,8 +97,8 @@ def find_optimizer(state: OffloadState) -> tuple[Store, Binding]:
     ticket = ticket_of(state)
     if ticket == POISON:
         raise OffloadError(
-            "this state comes from an update that failed: its moments are lost. flush() of its store says why; restore "
-            "params from a checkpoint and call init again"
+            "this state comes from an update that failed: its moments are lost. flush() of its store says why; go on with "
+            "store.restore_snapshot, or restore params from a checkpoint and call init again"
         )
     candidates = [
         (store, binding) for store in live_stores() for binding in store.bindings() if isinstance(binding, Binding)

@@ -21,6 +21,9 @@ from jax_mlp_offload.exclusive import Access
 from jax_mlp_offload.profile import ProfileLike
 from jax_mlp_offload.shardings import Given
 from jax_mlp_offload.sizes import parse_bytes
+from jax_mlp_offload.snapshot import Snapshots, local_path
+from jax_mlp_offload.snapshot_auto import AutoSnapshots
+from jax_mlp_offload.snapshot_restore import restore
 from jax_mlp_offload.stats import collect
 from jax_mlp_offload.tiers import TierLike, as_tiers
 from jax_mlp_offload.types import Order
@@ -63,6 +66,12 @@ class Store:
         own ``tiers.json``, if there is one; else a short probe runs in the background of the first step.
       kernel_threads: threads of the fused update; None: one a core.
       deadline_s: how long storage may take for one record before its updates fail, in seconds.
+      snapshot_every: updates between two snapshots that the store takes by itself, beside training; the newest two are
+        kept. They hold no params: they are for going on after a failed update with the params that are alive. With n the
+        moments are then up to n steps old; remainders of bfloat16 params that no longer match are dropped, with the usual
+        warning. 1 is exact. One that is due while the last is still being written is skipped, and ``stats`` counts it. (A
+        new process needs params of the same step.)
+      snapshot_dir: the folder of these snapshots, ``step-<updates>`` each, of this store alone.
 
     Raises:
       ValueError: if an argument makes no sense; the message names it and the remedy.
@@ -82,6 +91,8 @@ class Store:
         profile: ProfileLike | None = None,
         kernel_threads: int | None = None,
         deadline_s: float = 600.0,
+        snapshot_every: int | None = None,
+        snapshot_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         files = as_tiers(tiers)
         host_bytes = None if host_memory is None else parse_bytes(host_memory, "host_memory")
@@ -89,7 +100,16 @@ class Store:
             raise ValueError(
                 f"host_memory={host_memory!r}: at least two records a device have to fit; give more, or None"
             )
-        for name, value in (("subgroup_elements", subgroup_elements), ("kernel_threads", kernel_threads)):
+        if (snapshot_every is None) != (snapshot_dir is None):
+            raise ValueError(
+                f"snapshot_every={snapshot_every!r} and snapshot_dir={snapshot_dir!r}: give both, or neither"
+            )
+        snapshots_to = None if snapshot_dir is None else local_path(snapshot_dir)
+        for name, value in (
+            ("subgroup_elements", subgroup_elements),
+            ("kernel_threads", kernel_threads),
+            ("snapshot_every", snapshot_every),
+        ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if kernel_threads is not None and kernel_threads > _MOST_THREADS:
@@ -109,6 +129,9 @@ class Store:
         self._engine = Engine(
             files, host_bytes, subgroup_elements, Order(order), kernel_threads, deadline_s, access, profile
         )
+        self._snapshots = Snapshots(self)
+        if snapshot_every is not None and snapshots_to is not None:
+            AutoSnapshots(self._engine, self._snapshots, snapshot_every, snapshots_to).start()
         _live.add(self)
         _engines.add(self._engine)
         # hooks run last in, first out: ours has to come before those of what the tiers have imported
@@ -137,8 +160,11 @@ class Store:
           ``steps`` (updates of all optimizers), ``hits`` and ``misses`` (records found in memory, or read from a tier) and
           ``hit_rate``, ``bytes_read`` and ``bytes_written`` (of all tiers), ``skipped_steps``, ``adopted_steps``,
           ``records``, ``record_bytes_total``, ``slots``, ``slot_bytes`` and ``host_bytes`` (bytes), ``optimizers`` by name
-          (``steps``, ``skipped_steps``, ``adopted_steps``, and ``failed``: the first cause, or None), and ``tiers``, a dict
-          each:
+          (``steps``, ``skipped_steps``, ``adopted_steps``, and ``failed``: the first cause, or None), ``snapshots``, and
+          ``tiers``, a dict each.
+
+          ``snapshots`` has ``taken``, ``skipped`` (the one before was still being written), ``failed``, ``last`` (path) and
+          ``seconds`` (of the last). Of a tier:
 
           * ``name``, ``device`` (tiers of one device share its bandwidth), ``retired``, ``retries`` (and of a key-value
             store ``requests``, ``timeouts``, ``retry_wait_s``, ``deletes_failed``);
@@ -155,7 +181,56 @@ class Store:
           OffloadError: if the engine has failed, or the store is closed.
         """
         self._check_open()
-        return self._engine.driver.call(lambda: collect(self._engine), self._engine.deadline_s)  # type: ignore[no-any-return]
+        found: dict[str, Any] = self._engine.driver.call(lambda: collect(self._engine), self._engine.deadline_s)
+        return found | {"snapshots": self._snapshots.counts.plain()}
+
+    def snapshot(self, path: str | os.PathLike[str], tree: Any = None) -> None:
+        """Takes a snapshot: every optimizer's state as it is after the last step that this thread has dispatched.
+
+        Records in files on the snapshot's file system are linked, so that they take neither time nor space until their next
+        update goes to a new file; what is in memory or elsewhere is copied. The snapshot is there whole or not at all.
+        Where a mesh spans processes, all of them have to call this, with a path that all can reach.
+
+        Args:
+          path: of a new folder.
+          tree: the pytree of the training loop (params, step and offloaded states, as the last update returned them),
+            saved with it so that it is all that a restart needs; None: the states alone.
+
+        Raises:
+          FileExistsError: if there is something at ``path``.
+          OSError: if it cannot be written; nothing is left of it, and training can go on.
+          ValueError: if ``path`` is a URL, or how a state is divided cannot be told.
+          StaleTicketError: if a state in ``tree`` is not its optimizer's last one.
+          OffloadError: if an optimizer's last update failed, or a record cannot be read.
+        """
+        self._check_open()
+        _await_dispatched()
+        self._snapshots.take(path, tree)
+
+    def restore_snapshot(self, path: str | os.PathLike[str], tree: Any = None) -> Any:
+        """Puts a snapshot's states in the place of the optimizers' own, which are lost.
+
+        The snapshot may have been taken in another process, with other tiers, memory and subgroups, or on another mesh.
+        ``init`` of each of its optimizers has to be called before with this store, on arrays or under ``jax.eval_shape``.
+        Where a mesh spans processes, all of them have to call this.
+
+        Args:
+          path: of a snapshot, or of a ``snapshot_dir``, of which the newest one is taken.
+          tree: arrays or ShapeDtypeStructs with shardings, in the place of what was saved. Of a snapshot without a tree:
+            one in which the new states are put, whose other leaves stay as they are.
+
+        Returns:
+          The tree, its offloaded states those that were restored; without one a dict of an ``OffloadState`` for each
+          optimizer of the snapshot, by its name in ``stats()["optimizers"]``.
+
+        Raises:
+          CheckpointError: if the snapshot is incomplete, damaged or of something else; nothing is changed then.
+          CorruptRecordError: if a record of it is damaged; its optimizer can then start afresh, or be restored again.
+          OffloadError: if the state cannot be stored.
+        """
+        self._check_open()
+        _await_dispatched()
+        return restore(self, self._snapshots, path, tree)
 
     def close(self) -> None:
         """Waits for what is dispatched and in flight, frees memory and removes what is stored in the tiers. Idempotent.

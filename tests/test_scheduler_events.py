@@ -89,7 +89,7 @@ def test_a_device_that_did_not_see_the_poison_joins_the_refused_step():
     first = hand.arrive(0, 0, ticket, run)
     assert hand.ended.get(first) is None
     second = hand.arrive(0, 1, POISON, run)
-    assert hand.ended_with([first, second]) == ["tier 't0' is gone"] * 2
+    assert hand.ended_with([first, second]) == [f"tier 't0' is gone. {errors.GO_ON}"] * 2
 
 
 @pytest.mark.parametrize(
@@ -322,9 +322,9 @@ def test_what_this_process_alone_knows_ends_by_poison(devices):
     hand.scheduler.fail_all(errors.TierError("tier 't0' is gone"))
     assert hand.step(first) == POISON
     agree(hand, POISON, POISON)
-    assert hand.step(POISON) == "tier 't0' is gone"
+    assert hand.step(POISON) == f"tier 't0' is gone. {errors.GO_ON}"
     # a replay that all see is refused by all, broken or not
-    assert hand.step(first + 77) == "tier 't0' is gone"
+    assert hand.step(first + 77) == f"tier 't0' is gone. {errors.GO_ON}"
 
 
 def test_misuse_found_by_one_kernel_does_not_raise_on_a_lone_device():
