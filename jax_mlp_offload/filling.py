@@ -21,7 +21,7 @@ from jax_mlp_offload.capture import Key
 from jax_mlp_offload.division import Box, Piece, boxes_of
 from jax_mlp_offload.errors import CheckpointError, CheckpointWarning, OffloadError
 from jax_mlp_offload.load import Fill
-from jax_mlp_offload.plan import SECTIONS
+from jax_mlp_offload.plan import SECTIONS, BucketPlan
 from jax_mlp_offload.types import POISON
 
 _NAMES_SHOWN = 4
@@ -87,6 +87,14 @@ class Filler:
         if plan.layout.guarded:
             cells = native.CELL_OF_ANY_PARAMS if masters else native.CELL_WITHOUT_MASTERS
             record[plan.cells_offset :].view(np.uint32)[:] = cells
+
+
+def lacks_masters(plan: BucketPlan, record: np.ndarray[Any, Any]) -> bool:
+    """Whether a record was loaded without masters and not updated since: the params are the masters, whatever it holds."""
+    if not plan.layout.guarded:
+        return False
+    first = record[plan.cells_offset : plan.cells_offset + 4].view(np.uint32)[0]
+    return bool(first == native.CELL_WITHOUT_MASTERS)
 
 
 def values_of(what: str, read: Any) -> np.ndarray[Any, Any]:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_mlp_offload import shardings
 from jax_mlp_offload.binding import Binding, canonical_path, state_shapes
 from jax_mlp_offload.errors import OffloadError
+from jax_mlp_offload.filling import lacks_masters
 from jax_mlp_offload.plan import BucketPlan
 from jax_mlp_offload.replicas import Part
 from jax_mlp_offload.state import OffloadState
@@ -233,6 +234,9 @@ def _sections(binding: Binding, records: _Records, section: str) -> dict[int, ja
     found: dict[int, jax.Array] = {}
     for bucket, plan in enumerate(binding.plan.buckets):
         if not plan.has(section):
+            continue
+        rows = [records[bucket, device] for device in binding.layout.devices]
+        if section == "master" and any(r is not None and lacks_masters(plan, r) for row in rows for r in row):
             continue
         begin = 0
         for index in plan.leaves:

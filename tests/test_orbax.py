@@ -285,3 +285,23 @@ def test_moments_of_16_bits_are_converted(tmp_path):
         assert_bits_equal(jmo.read_state(restored["opt"]), widened)
         found = go_on(make_step(tx), restored, grads[SAVED:])
     assert_close(found[1:], run_reference(plain, params, grads[SAVED:], widened))
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_a_state_without_masters_that_is_saved_again_is_still_one(dtype, tmp_path):
+    """Its records hold none; what stands there must not be taken for them, by whoever reads or restores it next."""
+    params = make_params(SHAPES, dtype)
+    grads = record_gradients(params, LAST, scale=0.1)
+    masters, moments = run_reference(unclipped(optax), params, grads[:SAVED])
+    rounded = jax.tree.map(lambda m: m.astype(dtype), masters)
+    path = save_plain(tmp_path / "theirs", tree_of(rounded, moments))
+    with jmo.Store() as store, warnings.catch_warnings():
+        warnings.simplefilter("ignore", jmo.CheckpointWarning)
+        tx = unclipped(jmo, store=store)
+        tree = restore(path, abstract(tx, params))
+        assert_bits_equal(
+            jmo.read_masters(tree["opt"], tree["params"]), jax.tree.map(lambda m: m.astype(jnp.float32), rounded)
+        )
+        again = save(tmp_path / "again", tree)
+        found = go_on(make_step(tx), restore(again, abstract(tx, params)), grads[SAVED:])
+    assert_close(found[1:], run_reference(unclipped(optax), rounded, grads[SAVED:], moments))

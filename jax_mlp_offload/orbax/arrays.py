@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from orbax.checkpoint._src.serialization.type_handler_registry import create_typ
 from jax_mlp_offload.orbax import manifest
 from jax_mlp_offload.orbax.chunks import shards_of, written_shape
 from jax_mlp_offload.orbax.exchange import Exchange, is_one_of_several, wait_for_all
-from jax_mlp_offload.orbax.saving import Job, OffloadedLeaf, Target
+from jax_mlp_offload.orbax.saving import Job, OffloadedLeaf, Saved, Target
 from jax_mlp_offload.orbax.writes import Writes, write_zeros
 
 BARRIER_TIMEOUT_S = 600.0  # how long one process waits for another to write what it has
@@ -149,11 +149,10 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
             shape, dtype = saved.binding.shapes[index], saved.binding.section_dtype(index, "master")
             _, chunk = written_shape(shape, saved.sharding(index, None), False)
             targets[index, "master"] = await _create_master(str(folder / name), shape, chunk, dtype)
-            masters[saved.binding.leaves[index].path] = name
-        identity = manifest.identity_of(saved.binding.key)
-        entries.append(manifest.Entry(saved.position.keys, identity, saved.count, masters))
+            masters[index] = name
         await asyncio.to_thread(saved.write, targets, exchange)
         shared.append(targets)
+        entries.append(_entry(saved, masters))
     for leaf, target in leaves:
         if leaf.saved is None:
             await asyncio.to_thread(_write_zero_leaf, leaf, target, process)
@@ -167,6 +166,12 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
         for number in range(len(job.saved) if is_one_of_several() else 0):
             (folder / f"exchange.{number}").rmtree(missing_ok=True)
         await asyncio.to_thread(manifest.write, directory, entries)
+
+
+def _entry(saved: Saved, masters: Mapping[int, str]) -> manifest.Entry:
+    binding = saved.binding
+    named = {binding.leaves[i].path: name for i, name in masters.items() if i not in saved.without_masters}
+    return manifest.Entry(saved.position.keys, manifest.identity_of(binding.key), saved.count, named)
 
 
 def _write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Capture, Key
 from jax_mlp_offload.division import Division, Shard
+from jax_mlp_offload.filling import lacks_masters
 
 _CACHE_BYTES = 16 * 2**20
 
@@ -34,6 +35,7 @@ class Records:
     ) -> None:
         self._binding, self._division, self._capture = binding, division, capture
         self._process, self._bucket = process, bucket
+        self.without_masters = False  # as far as they have been read
         self._plan = binding.plan.buckets[bucket]
         self._most = max(1, _CACHE_BYTES // self._plan.record_bytes)
         self._read: OrderedDict[Key, np.ndarray[Any, Any] | None] = OrderedDict()
@@ -73,5 +75,6 @@ class Records:
             else:
                 target = np.empty(self._plan.record_bytes, np.uint8) if target is None else target
                 self._capture.read(key, target)
+                self.without_masters = self.without_masters or lacks_masters(self._plan, target)
                 self._read[key] = target
         return self._read[key]

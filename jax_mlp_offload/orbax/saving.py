@@ -166,6 +166,7 @@ class Saved:
     def __init__(self, position: Position, binding: Binding, count: int) -> None:
         self.position, self.binding, self.count = position, binding, count
         self.capture: Capture | None = None
+        self.without_masters: set[int] = set()  # leaves whose params are the masters; known once they are written
         self.process = jax.process_index()
         self.division = binding.division()
 
@@ -221,6 +222,9 @@ class Saved:
                     self._put_down(shard, records, targets, exchange)
                 elif self.owner(shard) == self.process:
                     self._write_shard(shard, records.gather, targets, writes)
+            if records.without_masters:
+                parts = self.binding.plan.buckets[bucket].leaves
+                self.without_masters.update(leaf for part in parts for leaf in self.binding.parts[part].leaves)
             if self.capture is not None:
                 self.capture.let_go(records.keys())
         for (leaf, _), target in targets.items():
