@@ -24,9 +24,9 @@ from jax_mlp_offload.division import Division, divide
 from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.ops import Program
 from jax_mlp_offload.plan import LeafSpec, Plan
+from jax_mlp_offload.registry import Declared, Leaves, Registry
 from jax_mlp_offload.replicas import Part, make_parts
 from jax_mlp_offload.rules import Rule, decay_flags
-from jax_mlp_offload.store import Declared, Leaves, Store
 
 Array = jax.Array
 DTYPES = ("float32", "bfloat16", "float16")
@@ -101,7 +101,7 @@ class Binding:
 class Options:
     """What every factory takes beside its rule's own parameters."""
 
-    store: Store
+    store: Registry
     mesh: Mesh | None
     param_specs: Any
     skip_nonfinite: bool
@@ -124,7 +124,7 @@ class Options:
           TypeError: if the store or the mesh is none.
           ValueError: for an unknown ``foreign_params``, or an empty name.
         """
-        if not isinstance(store, Store):
+        if not isinstance(store, Registry):
             raise TypeError(f"store={store!r}: pass store=jmo.Store(...), which owns the memory and tiers of the state")
         if mesh is not None:
             shardings.check_mesh(mesh, "mesh=")

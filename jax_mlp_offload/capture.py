@@ -261,8 +261,9 @@ class Capture:
         """The same on the driver's thread."""
         self._let_go(list(self.held))
         self._driver.captures.discard(self)
+        for tier in {linked.tier for linked in self.linked.values()}:
+            self._backends[tier].let_go(self._number)
         for key, linked in self.linked.items():
-            self._backends[linked.tier].let_go(self._number)
             if not kept and key not in self._written:
                 record = self._instance.records[key.bucket, key.device][key.subgroup]
                 self._scheduler.placement.tiers[linked.tier].files.let_go(record.index)

@@ -14,19 +14,15 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from jax_mlp_offload import errors, native, sizing
-from jax_mlp_offload.backends import Backend, Place, make_backend
-from jax_mlp_offload.capture import Capture
+from jax_mlp_offload.backends import Backend, make_backend
 from jax_mlp_offload.driver import Driver
 from jax_mlp_offload.exclusive import Access, Sharing
 from jax_mlp_offload.first_probe import LEAST_BYTES, FirstProbe
-from jax_mlp_offload.instances import ForeignParams, Instance
-from jax_mlp_offload.load import Fill, Load
+from jax_mlp_offload.instances import ForeignParams
 from jax_mlp_offload.placement import Device, TierSpec
 from jax_mlp_offload.plan import (
     CELL_ELEMENTS,
@@ -40,8 +36,9 @@ from jax_mlp_offload.plan import (
 )
 from jax_mlp_offload.profile import ProfileLike, TierProfile, find, read_profile
 from jax_mlp_offload.scheduler import Scheduler
+from jax_mlp_offload.states import States
 from jax_mlp_offload.tiers import Tier
-from jax_mlp_offload.types import Life, Order, Record
+from jax_mlp_offload.types import Order, Record
 
 _CALL_TIMEOUT_S = 60.0  # for what the driver does at once
 _numbers = itertools.count()
@@ -109,6 +106,7 @@ class Engine:
             self._stop()
             self._close_backends()
             raise
+        self.states = States(self.driver, self.scheduler, self.backends, self._native, self._array_name, deadline_s)
         native.register_engine(self.number, self._native)
 
     # -- optimizers
@@ -248,137 +246,6 @@ class Engine:
 
     def _array_name(self, record: Record) -> str:
         return self._bucket_array(record.instance, record.bucket, record.device)
-
-    # -- state
-
-    def latest_tickets(self) -> dict[int, int]:
-        """For each optimizer the ticket of its last step that was allowed to run; 0: there was none.
-
-        Raises:
-          errors.OffloadError: if the driver has failed, or gives no answer.
-        """
-
-        def collect() -> dict[int, int]:
-            return {number: instance.ledger.latest for number, instance in self.scheduler.instances.items()}
-
-        result: dict[int, int] = self.driver.call(collect, _CALL_TIMEOUT_S)
-        return result
-
-    def read_records(self, number: int, serial: int) -> dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]:
-        """A copy of every record of an optimizer, uint8 [record_bytes], by (bucket, device); None: nothing is stored.
-
-        Args:
-          number: the optimizer.
-          serial: the ticket of the state it is read for (0: nothing is stored for it).
-
-        Raises:
-          errors.OffloadError: if its last update failed, or a record cannot be read.
-          errors.StaleTicketError: if the store holds another step than that of the state.
-        """
-
-        def collect() -> dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]:
-            instance = self.scheduler.instances[number]
-            self._check_current(instance, serial)
-            return {key: [self._copy(record) for record in row] for key, row in instance.records.items()}
-
-        result: dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
-        result = self.driver.call(collect, self.deadline_s, when_quiescent=True)
-        return result
-
-    def capture(self, serials: Mapping[int, int]) -> dict[int, Capture]:
-        """Keeps optimizers' records as they are now, between two steps; training goes on. Each has to be closed.
-
-        Args:
-          serials: for each optimizer the ticket of the state that is wanted.
-
-        Raises:
-          errors.OffloadError: if an optimizer's last update failed.
-          errors.StaleTicketError: if the store holds another step than that of the state.
-          errors.DeadlineError: if steps or transfers do not end in time.
-        """
-
-        def begin() -> dict[int, Capture]:
-            for number, serial in serials.items():
-                self._check_current(self.scheduler.instances[number], serial)
-            return self.begin_captures(serials)
-
-        captures: dict[int, Capture] = self.driver.call(begin, self.deadline_s, when_quiescent=True)
-        return captures
-
-    def begin_captures(self, numbers: Iterable[int]) -> dict[int, Capture]:
-        """The same on the driver's thread, between two steps, whatever step the store holds."""
-        captures = {
-            number: Capture(
-                self.scheduler.instances[number],
-                self.driver,
-                self.scheduler,
-                self.backends,
-                self._native,
-                self._array_name,
-                self.deadline_s,
-            )
-            for number in numbers
-        }
-        try:
-            for capture in captures.values():
-                self.driver.captures.add(capture)
-                capture.begin()
-        except BaseException:
-            for capture in captures.values():
-                capture.end()
-            raise
-        return captures
-
-    def load(self, number: int, fill: Fill, count: int = 0) -> int:
-        """Puts a state from outside in the place of an optimizer's; returns its ticket. See :class:`Load`.
-
-        Args:
-          number: the optimizer.
-          fill: fills in its records.
-          count: updates that the state has had.
-        """
-        ticket = Load(number, self.driver, self.scheduler, self._native).run(fill)
-
-        def note() -> None:
-            instance = self.scheduler.instances[number]
-            instance.updates, instance.loads = count, instance.loads + 1
-
-        self.driver.call(note, _CALL_TIMEOUT_S)
-        return ticket
-
-    def take_ticket(self, number: int, mine: int, agreed: int) -> None:
-        """All processes of a job agreed on the ticket of a state that each has loaded."""
-
-        def take() -> None:
-            for device in self.scheduler.instances[number].devices:
-                self.scheduler.agreed(number, device, mine, agreed, native.now_s())
-
-        self.driver.call(take, _CALL_TIMEOUT_S)
-
-    @staticmethod
-    def _check_current(instance: Instance, serial: int) -> None:
-        if instance.error is not None:
-            raise instance.error
-        if serial != instance.ledger.latest:
-            raise errors.StaleTicketError(
-                f"optimizer {instance.name!r}: the state has ticket {serial}, but the store holds that of "
-                f"{instance.ledger.latest}; read the state that the last update returned"
-            )
-
-    def _copy(self, record: Record) -> np.ndarray[Any, Any] | None:
-        if record.void or record.life is Life.ABSENT:
-            return None
-        target = np.empty(record.size_bytes, np.uint8)
-        if record.life is Life.DIRTY:
-            self._native.copy_slot(record.slot, target)
-            return target
-        assert record.life is Life.STORED and record.tier is not None, record
-        place = Place(self._array_name(record), record.subgroup, record.size_bytes)
-        try:
-            self.backends[record.tier].read_now(place, target, record.crc)
-        except RuntimeError as error:
-            raise errors.CorruptRecordError(f"{error}; {self.scheduler.describe(record)}") from error
-        return target
 
     @property
     def slot_bytes(self) -> int:

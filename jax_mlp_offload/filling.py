@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mlp_offload import native
+from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Key
 from jax_mlp_offload.division import Box, Piece, boxes_of
 from jax_mlp_offload.errors import CheckpointError, CheckpointWarning, OffloadError
@@ -25,9 +26,6 @@ from jax_mlp_offload.plan import SECTIONS, BucketPlan
 from jax_mlp_offload.types import POISON
 
 _NAMES_SHOWN = 4
-
-if TYPE_CHECKING:
-    from jax_mlp_offload.binding import Binding
 
 
 class Source(Protocol):
@@ -170,7 +168,7 @@ def load(binding: Binding, arrays: Arrays, engine: Any, count: int = 0, fill: Fi
     error: BaseException | None = None
     mine = 0
     try:
-        mine = engine.load(binding.number, fill or Filler(binding, arrays).fill, count)
+        mine = engine.states.load(binding.number, fill or Filler(binding, arrays).fill, count)
     except BaseException as found:
         error = found
         if not binding.layout.spans:
@@ -180,7 +178,7 @@ def load(binding: Binding, arrays: Arrays, engine: Any, count: int = 0, fill: Fi
     agreed = _largest(binding, POISON if error is not None else mine)
     if error is not None:
         raise error
-    engine.take_ticket(binding.number, mine, agreed)
+    engine.states.take_ticket(binding.number, mine, agreed)
     if agreed == POISON:
         raise OffloadError(
             f"optimizer {binding.name!r}: another process could not load its part; its own message says why"

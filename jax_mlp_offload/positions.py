@@ -12,7 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_mlp_offload.registry import Leaves
+from jax_mlp_offload.shardings import param_keys
 from jax_mlp_offload.state import OffloadState
 
 Keys = tuple[str, ...]
@@ -113,3 +116,27 @@ def _is_node(node: Any) -> bool:
         return False
     leaves = jax.tree.leaves(node["ticket"])
     return len(leaves) == 1 and getattr(leaves[0], "shape", None) == (1,) and leaves[0].dtype == jnp.uint32
+
+
+def shardings_of_params(leaves: Leaves, tree: Any, positions: Sequence[Position]) -> list[Any]:
+    """How the tree's params lie that an optimizer updates: a sharding for each of its leaves, or None.
+
+    They are found by their paths: below some prefix the tree has all leaves of the optimizer, of their shapes.
+    """
+    inside = [position.keys for position in positions]
+    by_prefix: dict[str, Mapping[str, Any]] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        keys = keys_of(path)
+        if not any(keys[: len(prefix)] == prefix for prefix in inside):
+            for cut in range(len(path) + 1):
+                by_prefix.setdefault(jax.tree_util.keystr(path[:cut]), {})[_text(path[cut:])] = leaf  # type: ignore[index]
+    wanted = {path: shape for path, shape, _ in leaves}
+    for below in by_prefix.values():
+        if all(path in below and np.shape(below[path]) == shape for path, shape in wanted.items()):
+            return [getattr(below[path], "sharding", None) for path in wanted]
+    return [None] * len(wanted)
+
+
+def _text(path: Sequence[Any]) -> str:
+    keys = param_keys(path)
+    return jax.tree_util.keystr(keys) if keys else "params"

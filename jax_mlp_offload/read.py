@@ -22,9 +22,9 @@ from jax_mlp_offload.binding import Binding, canonical_path, state_shapes
 from jax_mlp_offload.errors import OffloadError
 from jax_mlp_offload.filling import lacks_masters
 from jax_mlp_offload.plan import BucketPlan
+from jax_mlp_offload.registry import Registry, live_stores
 from jax_mlp_offload.replicas import Part
 from jax_mlp_offload.state import OffloadState
-from jax_mlp_offload.store import Store, live_stores
 from jax_mlp_offload.types import POISON
 
 _Records = dict[tuple[int, int], list[np.ndarray[Any, Any] | None]]
@@ -93,7 +93,7 @@ def _map(state: Any, function: Callable[[OffloadState], Any]) -> Any:
     return jax.tree.map(lambda x: function(x) if _is_state(x) else x, state, is_leaf=_is_state)
 
 
-def find_optimizer(state: OffloadState) -> tuple[Store, Binding]:
+def find_optimizer(state: OffloadState) -> tuple[Registry, Binding]:
     """The store and optimizer that this state belongs to."""
     ticket = ticket_of(state)
     if ticket == POISON:
@@ -122,12 +122,12 @@ def find_optimizer(state: OffloadState) -> tuple[Store, Binding]:
     return candidates[0]
 
 
-def _holders(ticket: int, candidates: list[tuple[Store, Binding]]) -> list[tuple[Store, Binding]]:
+def _holders(ticket: int, candidates: list[tuple[Registry, Binding]]) -> list[tuple[Registry, Binding]]:
     """The optimizers whose last step returned this ticket."""
     holders, cause = [], None
     for store in {store for store, _ in candidates}:
         try:
-            latest = store.engine.latest_tickets()
+            latest = store.engine.states.latest_tickets()
         except OffloadError as error:
             cause = error  # says why only if no other store holds the state
         else:
@@ -163,13 +163,13 @@ def ticket_of(state: OffloadState) -> int:
     return int(np.asarray(state.ticket)[0])
 
 
-def _records(state: OffloadState, store: Store, binding: Binding) -> _Records | None:
+def _records(state: OffloadState, store: Registry, binding: Binding) -> _Records | None:
     """The records of a state; None if nothing is stored, as before the first update and after a first one skipped."""
     ticket = ticket_of(state)
     error: OffloadError | None = None
     records: _Records = {}
     try:
-        records = store.engine.read_records(binding.number, ticket) if ticket else {}
+        records = store.engine.states.read(binding.number, ticket) if ticket else {}
     except OffloadError as found:
         error = found
     if _fails_anywhere(binding, error is not None):

@@ -40,7 +40,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
     from jax_mlp_offload import native
-    from jax_mlp_offload.store import live_stores
+    from jax_mlp_offload.registry import live_stores
 
     before = set(live_stores())
     yield

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jax_mlp_offload as jmo
-from jax_mlp_offload.store import live_stores
+from jax_mlp_offload.registry import live_stores
 from tests.support import BF16, assert_close, make_params, make_step, record_gradients, run, run_reference
 
 pytestmark = pytest.mark.timeout(60)

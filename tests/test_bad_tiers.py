@@ -7,7 +7,7 @@ import os
 import pytest
 
 import jax_mlp_offload as jmo
-from jax_mlp_offload.store import live_stores
+from jax_mlp_offload.registry import live_stores
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,7 +12,7 @@ import jax_mlp_offload as jmo
 from jax_mlp_offload import first_probe, native
 from jax_mlp_offload.placement import Placement, TierSpec
 from jax_mlp_offload.profile import FILE_NAME, as_json, write_profile
-from jax_mlp_offload.store import live_stores
+from jax_mlp_offload.registry import live_stores
 from tests.limited import FAR_ABOVE, limited, probe_files, profile_of, wait_for
 from tests.servers import threads
 from tests.support import assert_bits_equal, make_params, make_step, record_gradients, run, run_and_flush

@@ -18,8 +18,9 @@ import pytest
 
 import jax_mlp_offload as jmo
 from benchmarks import snapshot as benchmark
-from jax_mlp_offload import native, snapshot_source
+from jax_mlp_offload import native
 from jax_mlp_offload.filling import load
+from jax_mlp_offload.snapshots import source as snapshot_source
 from tests.meshes import P, mesh_of, shard
 from tests.processes import finish, start_python
 from tests.snapshots import SMALL, allocated_bytes, digest, go_on, host_states, records, seen, straight, train, train_on

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_mlp_offload as jmo
-from jax_mlp_offload.snapshot_folder import whole
+from jax_mlp_offload.snapshots.folder import whole
 from tests.processes import start_python
 from tests.snapshots import SMALL, seen
 from tests.support import SMALL_SHAPES, assert_bits_equal, make_params, make_step, record_gradients

@@ -13,7 +13,8 @@ import optax
 import pytest
 
 import jax_mlp_offload as jmo
-from jax_mlp_offload import native, snapshot_folder
+from jax_mlp_offload import native
+from jax_mlp_offload.snapshots import folder as snapshot_folder
 from tests.meshes import P, mesh_of
 from tests.processes import start_python
 from tests.snapshots import SMALL, digest, flip, records, seen, train, train_on
@@ -88,7 +89,7 @@ def test_what_a_dead_process_left(taken, tmp_path):
 def test_locks_die_with_the_parent(tmp_path):
     """Not with its forks, such as a data loader's workers."""
     code = """
-    from jax_mlp_offload import snapshot_folder
+    from jax_mlp_offload.snapshots import folder as snapshot_folder
     lock = snapshot_folder.lock(snapshot_folder.pathlib.Path(sys.argv[1]))
     warnings.simplefilter("ignore")
     if os.fork() == 0:

@@ -26,6 +26,7 @@ from jax_mlp_offload.orbax.chunks import shards_of, written_shape
 from jax_mlp_offload.orbax.exchange import Exchange, is_one_of_several, wait_for_all
 from jax_mlp_offload.orbax.saving import Job, OffloadedLeaf, Saved, Target
 from jax_mlp_offload.orbax.writes import Writes, write_zeros
+from jax_mlp_offload.registry import identity_of
 
 BARRIER_TIMEOUT_S = 600.0  # how long one process waits for another to write what it has
 _CACHE_BYTES = 64 * 2**20  # of decoded chunks
@@ -171,7 +172,7 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
 def _entry(saved: Saved, masters: Mapping[int, str]) -> manifest.Entry:
     binding = saved.binding
     named = {binding.leaves[i].path: name for i, name in masters.items() if i not in saved.without_masters}
-    return manifest.Entry(saved.position.keys, manifest.identity_of(binding.key), saved.count, named)
+    return manifest.Entry(saved.position.keys, identity_of(binding.key), saved.count, named)
 
 
 def _write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int) -> None:

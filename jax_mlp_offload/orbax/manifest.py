@@ -37,11 +37,6 @@ class Entry:
     masters: dict[str, str]
 
 
-def identity_of(key: Any) -> str:
-    """A store's key of an optimizer, as text: its name, else its rule and its leaves."""
-    return key if isinstance(key, str) else f"{key[0]}: {', '.join(key[1])}"
-
-
 def dump(entries: list[Entry]) -> str:
     """The manifest's text."""
     states = [dataclasses.asdict(entry) for entry in entries]

@@ -7,25 +7,22 @@ which the checkpoint names; else the one whose ``init`` was called last, if they
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from jax_mlp_offload.errors import CheckpointError
-from jax_mlp_offload.orbax.manifest import Entry, identity_of
+from jax_mlp_offload.orbax.manifest import Entry
 from jax_mlp_offload.positions import Keys, Position, keys_of, unboxed
-from jax_mlp_offload.shardings import param_keys
-from jax_mlp_offload.store import Declared, Store, live_stores
+from jax_mlp_offload.registry import Declared, Registry, identity_of, live_stores
 
 _NAMES_SHOWN = 4
 Shapes = dict[Keys, tuple[int, ...]]
 
 
 def match(
-    position: Position, stored: Shapes, entry: Entry | None, stores: Sequence[Store] | None
-) -> tuple[Store, Declared]:
+    position: Position, stored: Shapes, entry: Entry | None, stores: Sequence[Registry] | None
+) -> tuple[Registry, Declared]:
     """(store, what init saw) of the optimizer that the state at a position is of.
 
     Args:
@@ -104,29 +101,3 @@ def _shown(verb: str, keys: Sequence[Keys]) -> str:
         return ""
     more = f" and {len(keys) - _NAMES_SHOWN} more" if len(keys) > _NAMES_SHOWN else ""
     return f"{verb} {', '.join('/'.join(key) for key in keys[:_NAMES_SHOWN])}{more}"
-
-
-def shardings_of_params(declared: Declared, tree: Any, positions: Sequence[Position]) -> list[Any]:
-    """How the tree's params lie that an optimizer updates: a sharding for each of its leaves, or None.
-
-    They are found by their paths: below some prefix the tree has all leaves of the optimizer, of their shapes.
-    """
-    inside = [position.keys for position in positions]
-    leaves: dict[str, Any] = {}
-    by_prefix: dict[str, Mapping[str, Any]] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        keys = keys_of(path)
-        if not any(keys[: len(prefix)] == prefix for prefix in inside):
-            leaves[_text(path)] = leaf
-            for cut in range(len(path) + 1):
-                by_prefix.setdefault(jax.tree_util.keystr(path[:cut]), {})[_text(path[cut:])] = leaf  # type: ignore[index]
-    wanted = {path: shape for path, shape, _ in declared.leaves}
-    for below in by_prefix.values():
-        if all(path in below and np.shape(below[path]) == shape for path, shape in wanted.items()):
-            return [getattr(below[path], "sharding", None) for path in wanted]
-    return [None] * len(wanted)
-
-
-def _text(path: Sequence[Any]) -> str:
-    keys = param_keys(path)
-    return jax.tree_util.keystr(keys) if keys else "params"

@@ -72,6 +72,7 @@ class Records:
             target = self._read.popitem(last=False)[1] if len(self._read) >= self._most else None
             if self._capture is None or not self._capture.has(key):
                 self._read[key] = None
+                self.without_masters = True
             else:
                 target = np.empty(self._plan.record_bytes, np.uint8) if target is None else target
                 self._capture.read(key, target)

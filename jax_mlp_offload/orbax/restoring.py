@@ -20,11 +20,11 @@ from jax_mlp_offload.errors import CheckpointError
 from jax_mlp_offload.filling import load, values_of, warn_of_conversions
 from jax_mlp_offload.orbax import manifest
 from jax_mlp_offload.orbax.arrays import OpenArgs, caching, open_master
-from jax_mlp_offload.orbax.matching import Shapes, match, shardings_of_params
+from jax_mlp_offload.orbax.matching import Shapes, match
 from jax_mlp_offload.orbax.saving import Target
-from jax_mlp_offload.positions import Keys, Position, find, keys_of, put, replace, unboxed
+from jax_mlp_offload.positions import Keys, Position, find, keys_of, put, replace, shardings_of_params, unboxed
 from jax_mlp_offload.read import optax_state
-from jax_mlp_offload.store import Store
+from jax_mlp_offload.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Request:
     item: Any
     strict: bool
     fallback_sharding: Any
-    store: Store | None
+    store: Registry | None
 
 
 class Restoring:
@@ -47,7 +47,7 @@ class Restoring:
         self._context = caching()
         self._found = [self._match(position) for position in self._positions]
 
-    def _match(self, position: Position) -> tuple[Store, Binding]:
+    def _match(self, position: Position) -> tuple[Registry, Binding]:
         stored: Shapes = {
             keys_of(path): tuple(leaf.shape)
             for path, leaf in jax.tree_util.tree_flatten_with_path(self._stored(position))[0]
@@ -55,7 +55,7 @@ class Restoring:
         stores = None if self._request.store is None else [self._request.store]
         store, declared = match(position, stored, self._manifest.get(position.keys), stores)
         assert declared.bind is not None
-        binding: Binding = declared.bind(shardings_of_params(declared, self._request.item, self._positions))
+        binding: Binding = declared.bind(shardings_of_params(declared.leaves, self._request.item, self._positions))
         return store, binding
 
     def _stored(self, position: Position) -> Any:
@@ -116,7 +116,7 @@ class Restoring:
         ]
         return jax.tree.unflatten(treedef, args)
 
-    def _load(self, position: Position, found: tuple[Store, Binding], stored: dict[Keys, Any]) -> Any:
+    def _load(self, position: Position, found: tuple[Registry, Binding], stored: dict[Keys, Any]) -> Any:
         """Loads a state into its store; returns the node for the tree."""
         store, binding = found
         where = "/".join(position.keys)
@@ -137,10 +137,12 @@ class Restoring:
             if entry is not None and spec.path in entry.masters:
                 arrays[leaf, "master"] = self._open_master(entry.masters[spec.path], binding, leaf, where)
         warn_of_conversions(binding, arrays, where)
-        ticket = load(binding, arrays, store.engine)
-        count = np.asarray(counts[0] if counts else 0, np.int32)
+        count = counts[0] if counts else 0
+        ticket = load(binding, arrays, store.engine, count)
         placed = _placement(position.state.count, binding)
-        return position.with_leaves(_array(count, placed), _array(np.asarray([ticket], np.uint32), placed))
+        return position.with_leaves(
+            _array(np.asarray(count, np.int32), placed), _array(np.asarray([ticket], np.uint32), placed)
+        )
 
     def _open_master(self, name: str, binding: Binding, leaf: int, where: str) -> Any:
         path = binding.leaves[leaf].path

@@ -113,7 +113,7 @@ class Job:
             store, binding = find_optimizer(state)
             saved = Saved(position, binding, count)
             if ticket:
-                saved.capture = store.engine.capture({binding.number: ticket})[binding.number]
+                saved.capture = store.engine.states.capture({binding.number: ticket})[binding.number]
             self.saved.append(saved)
             tree = optax_state(binding, state.count, lambda section: saved.leaves(self, section, state.count))
         tree = jax.tree.map(position.wrap, tree)

@@ -9,28 +9,26 @@ from __future__ import annotations
 import contextlib
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.errors import CheckpointError
 from jax_mlp_offload.filling import load, warn_of_conversions
-from jax_mlp_offload.positions import Position, find, replace
-from jax_mlp_offload.snapshot import Snapshots, local_path
-from jax_mlp_offload.snapshot_folder import whole
-from jax_mlp_offload.snapshot_manifest import FILE, TREE, Optimizer, Snapshot, identity_of, read
-from jax_mlp_offload.snapshot_source import Records, sections
+from jax_mlp_offload.positions import Position, find, replace, shardings_of_params
+from jax_mlp_offload.registry import Declared, Registry, identity_of
+from jax_mlp_offload.snapshots.folder import whole
+from jax_mlp_offload.snapshots.manifest import FILE, TREE, Optimizer, Snapshot, read
+from jax_mlp_offload.snapshots.source import Records, sections
+from jax_mlp_offload.snapshots.taking import Snapshots, local_path
 from jax_mlp_offload.state import OffloadState
 
-if TYPE_CHECKING:
-    from jax_mlp_offload.binding import Binding
-    from jax_mlp_offload.store import Declared, Store
 
-
-def restore(store: Store, snapshots: Snapshots, path: Any, tree: Any = None) -> Any:
+def restore(store: Registry, snapshots: Snapshots, path: Any, tree: Any = None) -> Any:
     """See ``Store.restore_snapshot``."""
     place = local_path(path)
     positions = [] if tree is None else find(tree)
@@ -90,7 +88,7 @@ def _shown(places: Sequence[tuple[str, ...]]) -> str:
 
 
 def _find_all(
-    store: Store, snapshot: Snapshot, tree: Any, positions: Sequence[Position]
+    store: Registry, snapshot: Snapshot, tree: Any, positions: Sequence[Position]
 ) -> dict[str, tuple[Records, Binding]]:
     """By identity each optimizer's records, and the optimizer of the store that they are of."""
     declarations = {identity_of(key): declared for key, declared in store.declarations().items()}
@@ -135,15 +133,13 @@ def _check(snapshot: Snapshot, saved: Optimizer, declarations: dict[str, Declare
 def _shardings(declared: Declared, tree: Any, positions: Sequence[Position]) -> list[Any]:
     if tree is None:
         return [None] * len(declared.leaves)
-    from jax_mlp_offload.orbax.matching import shardings_of_params  # imports Orbax, which takes a second
-
-    return shardings_of_params(declared, tree, positions)
+    return shardings_of_params(declared.leaves, tree, positions)
 
 
 # -- what is put in
 
 
-def _load(store: Store, records: Records, binding: Binding, where: str) -> OffloadState:
+def _load(store: Registry, records: Records, binding: Binding, where: str) -> OffloadState:
     """Loads one optimizer; returns its state."""
     ticket, count = 0, records.optimizer.count
     if not records.empty:

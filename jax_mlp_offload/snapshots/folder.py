@@ -19,7 +19,7 @@ import shutil
 import time
 
 from jax_mlp_offload import native
-from jax_mlp_offload.snapshot_manifest import FILE
+from jax_mlp_offload.snapshots.manifest import FILE
 
 _LOCK = "lock"
 _NEW, _OLD = ".new-", ".old-"

@@ -18,18 +18,16 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jax_mlp_offload import native
+from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.division import Division, Holder
 from jax_mlp_offload.errors import CheckpointError
 from jax_mlp_offload.plan import SECTIONS
 from jax_mlp_offload.replicas import Part
-
-if TYPE_CHECKING:
-    from jax_mlp_offload.binding import Binding
 
 FILE = "manifest.json"
 TREE = "tree"
@@ -155,11 +153,6 @@ class Snapshot:
     step: int
     states: tuple[State, ...] | None
     processes: Mapping[int, Sequence[Optimizer]]
-
-
-def identity_of(key: Any) -> str:
-    """A store's key of an optimizer, as text: its name, else its rule and its leaves."""
-    return key if isinstance(key, str) else f"{key[0]}: {', '.join(key[1])}"
 
 
 def record_name(bucket: int, device: int, subgroup: int) -> str:

@@ -2,8 +2,8 @@
 
 1. Records in slots, and those on tiers without files, are copied first, each let go as soon as it is read, so that updates
    wait no longer than that. Records in files are linked, or copied where the snapshot is on another file system.
-2. Each process says what it has written (``snapshot_manifest``), and makes all of it durable.
-3. Process 0 says that the snapshot is whole, and puts it in its place (``snapshot_folder``).
+2. Each process says what it has written (``manifest``), and makes all of it durable.
+3. Process 0 says that the snapshot is whole, and puts it in its place (``folder``).
 
 What always holds: each part begins once all processes have done the one before; one that fails leaves nothing behind.
 Thread contract: an object is one thread's, which has records copied by threads of its own.
@@ -18,32 +18,30 @@ import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jax_mlp_offload import errors, native
+from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Capture, Key
 from jax_mlp_offload.division import Division
 from jax_mlp_offload.positions import find
-from jax_mlp_offload.snapshot_folder import NewFolder, make_durable
-from jax_mlp_offload.snapshot_manifest import (
+from jax_mlp_offload.registry import identity_of
+from jax_mlp_offload.snapshots.folder import NewFolder, make_durable
+from jax_mlp_offload.snapshots.manifest import (
     TREE,
     Bucket,
     Optimizer,
     State,
-    identity_of,
     optimizer_folder,
     process_folder,
     record_name,
     write_process,
     write_snapshot,
 )
-from jax_mlp_offload.snapshot_moment import Moment
-from jax_mlp_offload.snapshot_peers import Peers
-
-if TYPE_CHECKING:
-    from jax_mlp_offload.binding import Binding
+from jax_mlp_offload.snapshots.moment import Moment
+from jax_mlp_offload.snapshots.peers import Peers
 
 _THREADS = 2  # that copy records: one alone does not keep a disk busy
 _Rows = dict[tuple[int, int], list[int | None]]

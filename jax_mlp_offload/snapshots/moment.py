@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from jax_mlp_offload.capture import Capture, Key
+from jax_mlp_offload.engine import Engine
 from jax_mlp_offload.instances import Instance
-
-if TYPE_CHECKING:
-    from jax_mlp_offload.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +35,7 @@ def begin(engine: Engine) -> Moment | None:
     instances = [instance for instance in engine.scheduler.instances.values() if instance.ledger.latest]
     if any(map(in_step, instances)):
         return None
-    captures = engine.begin_captures([instance.number for instance in instances])
+    captures = engine.states.begin_captures([instance.number for instance in instances])
     return Moment(
         captures,
         {instance.number: instance.ledger.latest for instance in instances},

@@ -16,16 +16,13 @@ import logging
 import pathlib
 import threading
 import warnings
-from typing import TYPE_CHECKING
 
 from jax_mlp_offload import errors
+from jax_mlp_offload.engine import Engine
 from jax_mlp_offload.instances import Instance
-from jax_mlp_offload.snapshot import Snapshots
-from jax_mlp_offload.snapshot_folder import lock, remove, remove_leftovers, unlock, whole
-from jax_mlp_offload.snapshot_moment import Moment, begin, in_step
-
-if TYPE_CHECKING:
-    from jax_mlp_offload.engine import Engine
+from jax_mlp_offload.snapshots.folder import lock, remove, remove_leftovers, unlock, whole
+from jax_mlp_offload.snapshots.moment import Moment, begin, in_step
+from jax_mlp_offload.snapshots.taking import Snapshots
 
 _log = logging.getLogger("jax_mlp_offload")
 KEPT = 2

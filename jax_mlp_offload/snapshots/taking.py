@@ -1,7 +1,7 @@
 """Snapshots of a store: the state of its optimizers at one moment, in a folder of its own.
 
-All optimizers that have a state are captured in one call of the driver's, between two steps (``snapshot_moment``), and
-written (``snapshot_writing``) while training goes on; ``snapshot_restore`` is the way back, ``snapshot_auto`` takes one
+All optimizers that have a state are captured in one call of the driver's, between two steps (``moment``), and
+written (``writing``) while training goes on; ``restoring`` is the way back, ``auto`` takes one
 every few steps.
 
 Thread contract: ``take`` on the user's thread, ``write`` on any one.
@@ -17,19 +17,17 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from jax_mlp_offload import errors
-from jax_mlp_offload.snapshot_moment import Moment, begin
-from jax_mlp_offload.snapshot_peers import Peers
-from jax_mlp_offload.snapshot_writing import Writing
-
-if TYPE_CHECKING:
-    from jax_mlp_offload.binding import Binding
-    from jax_mlp_offload.engine import Engine
-    from jax_mlp_offload.store import Store
+from jax_mlp_offload.binding import Binding
+from jax_mlp_offload.engine import Engine
+from jax_mlp_offload.registry import Registry
+from jax_mlp_offload.snapshots.moment import Moment, begin
+from jax_mlp_offload.snapshots.peers import Peers
+from jax_mlp_offload.snapshots.writing import Writing
 
 _RETRY_S = 0.005
 
@@ -58,7 +56,7 @@ class Snapshots:
       store: whose state they are of.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Registry) -> None:
         self.counts = Counts()
         self._engine: Engine = store.engine
         self._bindings: Callable[[], list[Binding]] = store.bindings

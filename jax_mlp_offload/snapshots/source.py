@@ -15,21 +15,19 @@ import math
 import os
 import pathlib
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
 from jax_mlp_offload import native
+from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Key
 from jax_mlp_offload.division import Division, Shard
 from jax_mlp_offload.errors import CorruptRecordError
 from jax_mlp_offload.filling import Arrays
-from jax_mlp_offload.snapshot_manifest import Bucket, Optimizer, Snapshot, optimizer_folder, record_name
-
-if TYPE_CHECKING:
-    from jax_mlp_offload.binding import Binding
+from jax_mlp_offload.snapshots.manifest import Bucket, Optimizer, Snapshot, optimizer_folder, record_name
 
 _ENCLOSING_ELEMENTS = 2**18  # so many are read at once although not all are wanted
 _CELL_BYTES = 4
