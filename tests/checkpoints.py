@@ -63,6 +63,11 @@ def contents(tree):
     return {keys_of(keys): np.asarray(leaf).tobytes() for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
+def as_text(tree):
+    """The same for JSON."""
+    return {"/".join(map(str, keys)): bits.hex() for keys, bits in contents(tree).items()}
+
+
 def abstract(tx, params, mesh=None):
     """What a new process gives to restore: shapes, and shardings where there is a mesh. Calls init."""
     state = jax.eval_shape(tx.init, params)
