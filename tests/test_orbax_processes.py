@@ -59,3 +59,40 @@ def test_any_number_of_processes_goes_on_from_the_checkpoint_of_another(saving, 
         assert run("restore", *each) == expected, each
     left = {path.name for path in (tmp_path / "run" / "3" / "default" / "jax_mlp_offload").iterdir()}
     assert not any(name.startswith("exchange") for name in left), left
+
+
+FAILING = """
+import errno
+import orbax.checkpoint as ocp
+from jax_mlp_offload import native
+
+mesh = mesh_of(data=2, fsdp=processes * devices // 2)
+params = make_params({"w": (512, 513), "norm": (48,)})
+specs = dict.fromkeys(params, P())
+with jmo.Store(args[0], host_memory="2MB", subgroup_elements=8192) as store, ocp.CheckpointManager(args[1]) as manager:
+    tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
+    step = make_step(tx)
+    new = shard(params, mesh, specs)
+    state = jax.jit(tx.init)(new)
+    new, state = jax.block_until_ready(step(new, state, new))
+    store.flush()
+    if process == 1:
+        native.inject_fault(args[0], is_write=False, error_number=errno.EIO)
+    try:
+        manager.save(1, args=jmo.orbax.OffloadSave({"opt": state}))
+        manager.wait_until_finished()
+    except Exception as error:
+        print("RAISED", " ".join(str(error).split()))
+    native.clear_faults()
+    jax.block_until_ready(step(new, state, new))
+    print("WENT ON")
+    print("LEFT", manager.all_steps(read=True))
+"""
+
+
+def test_a_save_that_fails_in_one_process_fails_in_all_and_training_goes_on(tmp_path):
+    outputs = run_peers(FAILING, tmp_path / "tier", tmp_path / "run")
+    for output in outputs:
+        said = dict(line.split(" ", 1) for line in output.splitlines() if line[:4] in ("RAIS", "WENT", "LEFT"))
+        assert "Input/output error" in said["RAISED"], said
+        assert (said["WENT"], said["LEFT"]) == ("ON", "[]"), said

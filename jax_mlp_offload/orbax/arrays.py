@@ -23,12 +23,11 @@ from orbax.checkpoint._src.serialization.type_handler_registry import create_typ
 
 from jax_mlp_offload.orbax import manifest
 from jax_mlp_offload.orbax.chunks import shards_of, written_shape
-from jax_mlp_offload.orbax.exchange import Exchange, is_one_of_several, wait_for_all
+from jax_mlp_offload.orbax.exchange import Exchange
 from jax_mlp_offload.orbax.saving import Job, OffloadedLeaf, Saved, Target
 from jax_mlp_offload.orbax.writes import Writes, write_zeros
 from jax_mlp_offload.registry import identity_of
 
-BARRIER_TIMEOUT_S = 600.0  # how long one process waits for another to write what it has
 _CACHE_BYTES = 64 * 2**20  # of decoded chunks
 
 
@@ -79,6 +78,9 @@ class ArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[misc]
                 array_metadatas=[metadata for _, metadata in opened],
                 process_index=multihost.process_index(),
             )
+        except BaseException as error:
+            job.peers.fail(error)
+            raise
         finally:
             await asyncio.to_thread(job.close)
 
@@ -138,9 +140,8 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
     """
     process = jax.process_index()
     folder = directory / manifest.FOLDER
-    exchanges = [
-        Exchange(str(folder / f"exchange.{i}")) if is_one_of_several() else None for i in range(len(job.saved))
-    ]
+    several = job.peers.count > 1
+    exchanges = [Exchange(str(folder / f"exchange.{i}")) if several else None for i in range(len(job.saved))]
     entries, shared = [], []
     for number, (saved, exchange) in enumerate(zip(job.saved, exchanges, strict=True)):
         targets: dict[Target, Any] = {(leaf.leaf, leaf.section): t for leaf, t in leaves if leaf.saved is saved}
@@ -157,14 +158,14 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
     for leaf, target in leaves:
         if leaf.saved is None:
             await asyncio.to_thread(_write_zero_leaf, leaf, target, process)
-    if is_one_of_several():
-        await asyncio.to_thread(wait_for_all, "shares are put down", BARRIER_TIMEOUT_S)
+    if several:
+        await asyncio.to_thread(job.peers.tell, "shares are put down")
         for saved, exchange, targets in zip(job.saved, exchanges, shared, strict=True):
             assert exchange is not None
             await asyncio.to_thread(saved.write_shared, targets, exchange)
-        await asyncio.to_thread(wait_for_all, "shards are written", BARRIER_TIMEOUT_S)
+        await asyncio.to_thread(job.peers.tell, "shards are written")
     if process == 0:
-        for number in range(len(job.saved) if is_one_of_several() else 0):
+        for number in range(len(job.saved) if several else 0):
             (folder / f"exchange.{number}").rmtree(missing_ok=True)
         await asyncio.to_thread(manifest.write, directory, entries)
 

@@ -6,24 +6,13 @@ goes on. Each process puts down what it has, all wait for each other, then each 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import tensorstore as ts
-from orbax.checkpoint._src.multihost import multihost
 
 from jax_mlp_offload.division import Shard, Span
-
-_barriers = itertools.count()  # all processes save the same
-
-
-def wait_for_all(what: str, timeout_s: float) -> None:
-    """Waits until every process has come here. No collective of XLA's: the program may be in one of its own."""
-    key = f"jax_mlp_offload:{next(_barriers)}:{what}"
-    multihost.get_barrier_sync_fn()(key=key, timeout_ms=int(1000 * timeout_s))
 
 
 class Exchange:
@@ -57,8 +46,3 @@ class Exchange:
 def _key(shard: Shard, section: str, span: Span, begin: int) -> str:
     box = "_".join(f"{start}.{size}" for start, size in shard.box)
     return f"{shard.leaf}.{section}.{box}.{span.holder}.{begin}"
-
-
-def is_one_of_several() -> bool:
-    """Whether other processes have a part in the job."""
-    return bool(jax.process_count() > 1)

@@ -73,8 +73,8 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
             job.start()
             standard = standard_checkpoint_handler.StandardSaveArgs(job.tree, args.save_args, args.custom_metadata)
             futures = list(await super().async_save(directory, args=standard) or [])
-        except BaseException:
-            job.close()
+        except BaseException as error:
+            job.fail(error)
             raise
         if not job.started:  # no leaf of the tree is in a store, but masters may be
             rest = _write_rest(job, directory)
@@ -113,8 +113,11 @@ async def _write_rest(job: Job, directory: Any) -> None:
         if job.saved:
             await asyncio.to_thread(job.wait)
             await write_job(job, directory, [])
+    except BaseException as error:
+        job.peers.fail(error)
+        raise
     finally:
-        job.close()
+        await asyncio.to_thread(job.close)
 
 
 @ocp.args.register_with_handler(OffloadHandler, for_save=True)

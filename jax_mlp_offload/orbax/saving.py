@@ -13,6 +13,7 @@ Thread contract: made on the user's thread; ``write`` and ``close`` on any one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,10 +31,12 @@ from jax_mlp_offload.orbax.chunks import ranges_of
 from jax_mlp_offload.orbax.exchange import Exchange
 from jax_mlp_offload.orbax.records import Records
 from jax_mlp_offload.orbax.writes import Writes, write_zeros
+from jax_mlp_offload.peers import Peers
 from jax_mlp_offload.plan import SECTIONS
 from jax_mlp_offload.positions import Position, find, nested, replace
 from jax_mlp_offload.read import find_optimizer, initial_state, optax_state, ticket_of
 
+_numbers = itertools.count()  # all processes save the same, in the same order
 Target = tuple[int, str]
 """A leaf's index, and a section."""
 
@@ -96,10 +99,11 @@ class Job:
         self._setting_down: Future[None] | None = None
         self.saved: list[Saved] = []
         self.started = False  # whether the leaves have come back from Orbax
+        self.peers = Peers(f"checkpoint-{next(_numbers)}", together=jax.process_count() > 1)
         try:
             places = [self._place(position) for position in find(tree)]
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.fail(error)
             raise
         self.tree = replace(tree, places.__getitem__)
 
@@ -144,6 +148,11 @@ class Job:
         """
         if self._setting_down is not None:
             self._setting_down.result()
+
+    def fail(self, error: BaseException) -> None:
+        """Tells other processes that there will be no checkpoint, and closes."""
+        self.peers.fail(error)
+        self.close()
 
     def close(self) -> None:
         """Lets go of all records. Idempotent."""

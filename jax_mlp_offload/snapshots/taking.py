@@ -24,9 +24,9 @@ import jax
 from jax_mlp_offload import errors
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.engine import Engine
+from jax_mlp_offload.peers import Peers
 from jax_mlp_offload.registry import Registry
 from jax_mlp_offload.snapshots.moment import Moment, begin
-from jax_mlp_offload.snapshots.peers import Peers
 from jax_mlp_offload.snapshots.writing import Writing
 
 _RETRY_S = 0.005

@@ -26,6 +26,7 @@ from jax_mlp_offload import errors, native
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Capture, Key
 from jax_mlp_offload.division import Division
+from jax_mlp_offload.peers import Peers
 from jax_mlp_offload.positions import find
 from jax_mlp_offload.registry import identity_of
 from jax_mlp_offload.snapshots.folder import NewFolder, make_durable
@@ -41,7 +42,6 @@ from jax_mlp_offload.snapshots.manifest import (
     write_snapshot,
 )
 from jax_mlp_offload.snapshots.moment import Moment
-from jax_mlp_offload.snapshots.peers import Peers
 
 _THREADS = 2  # that copy records: one alone does not keep a disk busy
 _Rows = dict[tuple[int, int], list[int | None]]

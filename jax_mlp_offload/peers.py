@@ -1,7 +1,7 @@
-"""What the processes of a job tell each other about a snapshot: whether each has done its part.
+"""What the processes of a job tell each other about a checkpoint or snapshot: whether each has done its part.
 
-By JAX's coordination service, not by a collective: a snapshot that is taken every few steps is written on a thread of its
-own, beside the programs of the user's. Each process tells something under a key of its own and reads what the others
+By JAX's coordination service, not by a collective: it is written on a thread of its own, beside the programs of the
+user's. Each process tells something under a key of its own and reads what the others
 told; so it hears of a failure elsewhere by name, and none waits for one that has failed.
 
 Thread contract: any thread, but one conversation (``Peers``) is one thread's.
@@ -71,6 +71,12 @@ class Peers:
                 raise errors.OffloadError(f"process {process} could not do its part: {each['error']}")
         return [each["value"] for each in read]
 
+    def fail(self, error: BaseException) -> None:
+        """Tells the others what went wrong here, and waits for nobody; the conversation is over."""
+        if self._client is not None:
+            text = json.dumps({"value": None, "error": f"{type(error).__name__}: {error}"})
+            self._client.key_value_set(f"{self._topic}/{self._said + 1}/{self.index}", text, allow_overwrite=True)
+
     def _exchange(self, mine: str) -> list[str]:
         self._said += 1
         topic = f"{self._topic}/{self._said}"
@@ -80,9 +86,7 @@ class Peers:
             try:
                 told.append(self._client.blocking_key_value_get(f"{topic}/{process}", int(TIMEOUT_S * 1000)))
             except jax.errors.JaxRuntimeError as error:
-                raise errors.DeadlineError(
-                    f"process {process} did not say how its part of a snapshot ended: {error}"
-                ) from error
+                raise errors.DeadlineError(f"process {process} did not say how its part ended: {error}") from error
         if self._said > 1:  # everyone has answered since, so everyone has read it
             self._client.key_value_delete(f"{self._topic}/{self._said - 1}/{self.index}")
         return told
