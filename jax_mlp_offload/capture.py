@@ -5,8 +5,8 @@
 3. Every other record that has something is *held* by the scheduler: an update of it waits until the capture lets it go.
    So whoever reads takes held records first, and lets go of them as soon as he has what he needs.
    Or he has them *set down*: written to files beside the links, at the speed of the tiers.
-4. A record that is held and still wanted by an update after the store's deadline is let go: the capture is over, and
-   says so to whoever reads on. Training goes on.
+4. Where an update still waits for such a record, or for room that only links take up, after the store's deadline, all is
+   let go: the capture is over, and says so to whoever reads on. Training goes on.
 
 What always holds: what ``read`` returns is the record of that moment, checked against its CRC32C if it comes from a tier.
 Thread contract: ``begin``, ``check`` and ``end`` on the driver's thread; the rest on any other.
@@ -14,8 +14,11 @@ Thread contract: ``begin``, ``check`` and ``end`` on the driver's thread; the re
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,11 +32,13 @@ from jax_mlp_offload.backends import Backend, Place
 from jax_mlp_offload.driver import Driver
 from jax_mlp_offload.instances import Instance
 from jax_mlp_offload.scheduler import Scheduler
+from jax_mlp_offload.space import Files
 from jax_mlp_offload.types import Life, Record
 
 _log = logging.getLogger("jax_mlp_offload")
 _numbers = itertools.count()
 _CALL_TIMEOUT_S = 60.0
+UNUSED_S = 30.0  # for a checkpoint that never began to be written, since its storage failed before
 _CHECK_S = 0.5  # between two looks at what waits
 _RETRY_S = 0.005  # between two looks at a record that is on its way
 Bytes = np.ndarray[Any, Any]
@@ -88,6 +93,7 @@ class Capture:
         self._deadline_s = deadline_s
         self._since_s: float | None = None  # when an update was first seen to wait
         self._stored: set[Key] = set()  # all that were taken hold of
+        self._in_use = False  # whether anything was read
         self._check_s = 0.0  # when to look again
         self._written: set[Key] = set()  # of those linked, whose files are no links
         self._lost: errors.OffloadError | None = None
@@ -115,7 +121,7 @@ class Capture:
             path = self._backends[record.tier].keep(self._place(record), self._number)
             if path is not None:
                 self.linked[key] = Linked(path, record.tier, record.crc)
-                self._scheduler.placement.tiers[record.tier].files.keep(record.index)
+                self._files(record.tier).keep(record.index, self._number)
                 return
         self.held[key] = record
         self._scheduler.hold(record)
@@ -125,21 +131,62 @@ class Capture:
         if now_s < self._check_s:
             return
         self._check_s = now_s + _CHECK_S
-        if not any(record.wanted_by is not None for record in self.held.values()):
+        if not self._is_waited_for():
             self._since_s = None
         elif self._since_s is None:
             self._since_s = now_s
-        elif now_s - self._since_s > self._deadline_s:
+        elif now_s - self._since_s > (longest_s := self.patience_s):
             self._lost = errors.DeadlineError(
-                f"optimizer {self.name!r}: an update waited for {self._deadline_s:g} s for records that a checkpoint had "
-                "not copied yet; the checkpoint was given up. Is its storage slow, or does it hang?"
+                f"optimizer {self.name!r}: an update waited for {longest_s:g} s for records or room that a checkpoint still "
+                "had; the checkpoint was given up. Is its storage slow, or does it hang?"
             )
-            self._let_go(list(self.held))
+            self._let_go([*self.held, *self.linked])
+
+    @property
+    def patience_s(self) -> float:
+        """How long others wait for it: not for long where nobody ever began to read."""
+        return self._deadline_s if self._in_use else min(self._deadline_s, UNUSED_S)
+
+    def suspended(self, duration_s: float) -> None:
+        """The whole process stood still for so long."""
+        if self._since_s is not None:
+            self._since_s += duration_s
+
+    def _is_waited_for(self) -> bool:
+        """Whether an update cannot go on, and may be able to once this lets go."""
+        if self.linked and self._scheduler.is_blocked:
+            return True
+        devices = {record.device for record in self.held.values()}
+        return any(record.wanted_by is not None for record in self.held.values()) or any(
+            self._scheduler.devices[device].waiting for device in devices
+        )
 
     def _let_go(self, keys: Iterable[Key]) -> None:
+        """Records are updated again, and links that were made for this are removed."""
+        tiers = set()
+        for key in list(keys):
+            if (linked := self.linked.pop(key, None)) is None:
+                continue
+            tiers.add(linked.tier)
+            with contextlib.suppress(FileNotFoundError):  # the tier's folder is gone, and all of it
+                os.unlink(linked.path)
+            if key not in self._written:
+                self._files(linked.tier).let_go(self._record(key).index, self._number)
+        self._release(keys)
+        for tier in tiers:
+            if (free_bytes := self._backends[tier].free_bytes()) is not None:
+                self._scheduler.space_seen(tier, free_bytes, native.now_s())
+
+    def _release(self, keys: Iterable[Key]) -> None:
+        """Held records are updated again."""
         records = [record for key in keys if (record := self.held.pop(key, None)) is not None]
-        if records:
-            self._scheduler.let_go(records, native.now_s())
+        self._scheduler.let_go(records, native.now_s())
+
+    def _files(self, tier: int) -> Files:
+        return self._scheduler.placement.tiers[tier].files
+
+    def _record(self, key: Key) -> Record:
+        return self._instance.records[key.bucket, key.device][key.subgroup]
 
     def _place(self, record: Record) -> Place:
         return Place(self._array_name(record), record.subgroup, record.size_bytes)
@@ -158,11 +205,13 @@ class Capture:
           errors.DeadlineError: if it had to be let go before.
           errors.ClosedError: if the store was closed meanwhile.
         """
+        self._in_use = True
         if (linked := self.linked.get(key)) is not None:
             self._checked(key, lambda: native.read_file(linked.path, target, linked.crc, self._direct(linked.tier)))
             return
         failed: Place | None = None
-        while True:
+        until_s = time.monotonic() + self._deadline_s
+        while time.monotonic() < until_s:
             place, tier, crc = self._driver.call(lambda: self._copy_or_locate(key, target), _CALL_TIMEOUT_S)
             if place is None:
                 return
@@ -171,12 +220,15 @@ class Capture:
                 continue
             try:
                 self._backends[tier].read_now(place, target, crc)
-            except RuntimeError as error:
+            except (RuntimeError, KeyError) as error:
                 if failed == place:
                     raise errors.CorruptRecordError(f"{error}; {self._describe(key)}") from error
                 failed = place  # it may have been on its way into a slot just then
             else:
                 return
+        raise errors.DeadlineError(
+            f"{self._describe(key)} was on its way for {self._deadline_s:g} s: its tier gives no answer"
+        )
 
     def _checked(self, key: Key, read: Callable[[], None]) -> None:
         try:
@@ -201,7 +253,7 @@ class Capture:
         return number is not None and bool(self._engine.direct_in_use(number))
 
     def _describe(self, key: Key) -> str:
-        return self._scheduler.describe(self._instance.records[key.bucket, key.device][key.subgroup])
+        return self._scheduler.describe(self._record(key))
 
     def set_down(self) -> None:
         """Writes held records to a tier, as far as there is one with room, so that updates of them go on."""
@@ -214,7 +266,11 @@ class Capture:
 
     def _takes(self, number: int, backend: Backend) -> bool:
         """Whether a tier has room for all that is held, twice."""
-        free_bytes = backend.free_bytes()
+        try:
+            free_bytes = backend.free_bytes()
+        except OSError as error:  # its next transfer fails likewise, and retires it
+            _log.info("tier %r: %s", backend.name, error)
+            return False
         needed_bytes = sum(record.size_bytes for record in list(self.held.values()))
         retired = self._scheduler.placement.tiers[number].retired
         return not retired and free_bytes is not None and free_bytes > 2 * needed_bytes
@@ -222,25 +278,25 @@ class Capture:
     def _set_down(self, tier: int, keys: Sequence[Key]) -> None:
         buffer = np.empty(0, np.uint8)
         for key in keys:
-            record = self._instance.records[key.bucket, key.device][key.subgroup]
-            path = self._backends[tier].path_to_keep(self._place(record), self._number)
-            if path is None:
-                return
+            record = self._record(key)
             if buffer.size != record.size_bytes:
                 buffer = native.aligned(record.size_bytes)
             self.read(key, buffer)
             try:
+                path = self._backends[tier].path_to_keep(self._place(record), self._number)
+                if path is None:
+                    return
                 crc = native.write_file(path, buffer, self._direct(tier))
             except OSError as error:  # whoever reads takes the rest from where they are
                 _log.warning("a record was not set down for a checkpoint, an update may wait for it: %s", error)
                 return
             self.linked[key] = Linked(path, tier, crc)
             self._written.add(key)
-            self.let_go([key])
+            self._driver.call(functools.partial(self._release, [key]), _CALL_TIMEOUT_S)
 
     def let_go(self, keys: Iterable[Key]) -> None:
         """These records are needed no longer."""
-        wanted = [key for key in keys if key in self.held]
+        wanted = [key for key in keys if key in self.held or key in self.linked]
         if wanted:
             self._driver.call(lambda: self._let_go(wanted), _CALL_TIMEOUT_S)
 
@@ -259,16 +315,15 @@ class Capture:
 
     def end(self, kept: bool = False) -> None:
         """The same on the driver's thread."""
-        self._let_go(list(self.held))
         self._driver.captures.discard(self)
-        for tier in {linked.tier for linked in self.linked.values()}:
-            self._backends[tier].let_go(self._number)
-        for key, linked in self.linked.items():
-            if not kept and key not in self._written:
-                record = self._instance.records[key.bucket, key.device][key.subgroup]
-                self._scheduler.placement.tiers[linked.tier].files.let_go(record.index)
-        self.linked.clear()
+        if kept:
+            for key in self.linked.keys() - self._written:
+                self._files(self.linked[key].tier).stays(self._record(key).index, self._number)
+            self.linked.clear()
+        self._let_go([*self.held, *self.linked])
+        for backend in self._backends:
+            backend.let_go(self._number)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until it is closed, so long at most."""
-        self._closed.wait(timeout_s)
+        self._closed.wait(min(timeout_s, self.patience_s))

@@ -47,12 +47,18 @@ class Loading(Protocol):
     def fail(self, request: int, message: str) -> None:
         """The operation was refused."""
 
+    def abort(self, error: errors.OffloadError) -> None:
+        """The driver has ended: nothing more will come."""
+
 
 class Watched(Protocol):
     """Whoever holds records and is looked after."""
 
     def check(self, now_s: float) -> None:
         """Time passed."""
+
+    def suspended(self, duration_s: float) -> None:
+        """The whole process stood still for so long."""
 
     def wait(self, timeout_s: float) -> None:
         """Waits until it is over, on another thread than the driver's."""
@@ -145,6 +151,12 @@ class Driver:
             if future.set_running_or_notify_cancel():  # else its caller no longer waits
                 future.set_exception(errors.ClosedError("the store is closed"))
         self._calls.clear()
+        self._abort_loads(errors.ClosedError("the store is closed"))
+
+    def _abort_loads(self, error: errors.OffloadError) -> None:
+        for load in set(self.loads.values()):
+            load.abort(error)
+        self.loads.clear()
 
     def _state(self) -> str:
         # read without the driver, which gives no answer: a guess for a message
@@ -170,7 +182,10 @@ class Driver:
         events = self._engine.wait(timeout_s, _BATCH)
         begin_s, now_s = now_s, native.now_s()
         if now_s - begin_s > timeout_s + _SUSPENDED_S:
-            self._scheduler.suspended(now_s - begin_s - timeout_s)
+            stood_still_s = now_s - begin_s - timeout_s
+            self._scheduler.suspended(stood_still_s)
+            for capture in list(self.captures):
+                capture.suspended(stood_still_s)
         for event in events:
             self._tell(event, now_s)
         next_s = self._scheduler.next_tick_s()
@@ -316,6 +331,7 @@ class Driver:
         """Goes on only to end what comes, with the error."""
         message = f"jax_mlp_offload: internal error of the driver: {error!r}; please report it with the log"
         self._engine.fail_all(message)
+        self._abort_loads(errors.OffloadError(message))
         while not self._stopping:
             self._engine.wait(_LONGEST_WAIT_S, _BATCH)
             self._engine.fail_all(message)

@@ -279,8 +279,9 @@ class Engine:
             if self.closed:
                 return
             self.closed = True
+        until_s = native.now_s() + self.deadline_s
         for capture in list(self.driver.captures):  # a checkpoint that is being written
-            capture.wait(self.deadline_s)
+            capture.wait(max(0.0, until_s - native.now_s()))
 
         def stop() -> None:  # on a thread of its own: either may hang in a system call
             self.driver.stop()

@@ -8,7 +8,7 @@ decoded. Thread contract: any thread, several at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -72,9 +72,14 @@ class Filler:
                 if not plan.has(section):
                     continue
                 array = self._arrays.get((piece.leaf, section))
-                if array is None:
+                if array is None and section == "master":
                     masters = False
                     continue
+                if array is None:
+                    path = self._binding.leaves[piece.leaf].path
+                    raise CheckpointError(
+                        f"there is no {section} of {path}: the checkpoint is incomplete; restore another one"
+                    )
                 dtype = self._binding.section_dtype(piece.leaf, section)
                 begin = plan.offset(section) + piece.at * dtype.itemsize
                 target = record[begin : begin + (piece.end - piece.begin) * dtype.itemsize].view(dtype)
@@ -123,7 +128,7 @@ def _index(outer: Box, inner: Box) -> tuple[slice, ...]:
     return tuple(slice(o + s, o + s + n) for (o, _), (s, n) in zip(outer, inner, strict=True))
 
 
-def warn_of_conversions(binding: Binding, arrays: Arrays, where: str) -> None:
+def warn_of_conversions(binding: Binding, arrays: Arrays, where: str, dropped: Sequence[str] = ()) -> None:
     """Says which moments are stored otherwise than this optimizer keeps them, and whether masters are missing."""
     converted = {
         f"{section} from {array.dtype.name} to {wanted.name}"
@@ -138,16 +143,26 @@ def warn_of_conversions(binding: Binding, arrays: Arrays, where: str) -> None:
             CheckpointWarning,
             stacklevel=2,
         )
-    lacking = [binding.leaves[leaf].path for leaf in binding.masters() if (leaf, "master") not in arrays]
-    if lacking:
-        more = f" and {len(lacking) - _NAMES_SHOWN} more" if len(lacking) > _NAMES_SHOWN else ""
-        shown = ", ".join(lacking[:_NAMES_SHOWN]) + more
+    if dropped:
         warnings.warn(
-            f"the state at {where} comes without float32 masters of {len(lacking)} 16-bit params ({shown}): the params are "
-            "taken for them, as they are. A checkpoint that jmo.orbax.OffloadSave wrote has them",
+            f"the state at {where} was saved of 16-bit params, and these are float32 ({_shown(dropped)}): they start from "
+            "the rounded params, without the float32 masters of the checkpoint",
             CheckpointWarning,
             stacklevel=2,
         )
+    lacking = [binding.leaves[leaf].path for leaf in binding.masters() if (leaf, "master") not in arrays]
+    if lacking:
+        warnings.warn(
+            f"the state at {where} comes without float32 masters of {len(lacking)} 16-bit params ({_shown(lacking)}): the "
+            "params are taken for them, as they are. A checkpoint that jmo.orbax.OffloadSave wrote has them",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
+
+def _shown(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _NAMES_SHOWN} more" if len(paths) > _NAMES_SHOWN else ""
+    return ", ".join(paths[:_NAMES_SHOWN]) + more
 
 
 def load(binding: Binding, arrays: Arrays, engine: Any, count: int = 0, fill: Fill | None = None) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -53,18 +53,23 @@ class Load:
         """Fills in every record; returns the ticket of the state.
 
         Raises:
-          errors.OffloadError: if a record could not be stored, or the optimizer's steps are under way.
-          Exception: what ``fill`` raised first; the optimizer is broken then, until it starts afresh or is loaded again.
+          errors.OffloadError: if a record could not be stored, or the store is closed meanwhile.
+          Exception: what ``fill`` raised; the optimizer is broken then, until it starts afresh or is loaded again.
         """
         self._driver.call(self._begin, _CALL_TIMEOUT_S)
-        filling: set[Future[None]] = set()
+        filling: list[Future[None]] = []
         with ThreadPoolExecutor(_THREADS, "jmo-load") as threads:
-            while (record := self._updates.get()) is not None:
-                filling.add(threads.submit(self._fill, record, fill))
-            wait(filling)
-        raised = [error for future in filling if (error := future.exception()) is not None]
-        if raised:
-            raise raised[0]
+            try:
+                while (record := self._updates.get()) is not None:
+                    filling.append(threads.submit(self._fill, record, fill))
+            except BaseException as error:  # such as Ctrl-C: whoever waits for the records must not wait for ever
+                cause = errors.OffloadError(f"its state was not loaded: {type(error).__name__} {error}")
+                self._driver.call(lambda: self._break(cause), _CALL_TIMEOUT_S)
+                while (record := self._updates.get()) is not None:
+                    self._done(record)
+                raise
+        for each in filling:
+            each.result()
         if self._ticket == POISON:
             raise self._error or errors.OffloadError("the state could not be stored")
         return self._ticket
@@ -79,7 +84,10 @@ class Load:
             self._driver.call(lambda: self._break(cause), _CALL_TIMEOUT_S)
             raise
         finally:
-            self._driver.call(lambda: self._scheduler.update_done(record, (), native.now_s()), _CALL_TIMEOUT_S)
+            self._done(record)
+
+    def _done(self, record: Record) -> None:
+        self._driver.call(lambda: self._scheduler.update_done(record, (), native.now_s()), _CALL_TIMEOUT_S)
 
     # -- the driver's thread
 
@@ -117,6 +125,11 @@ class Load:
         self._ticket = POISON
         self._error = self._error or errors.OffloadError(message)
         self._end(request)
+
+    def abort(self, error: errors.OffloadError) -> None:
+        """The driver has ended: nothing more will come."""
+        self._ticket, self._error = POISON, error
+        self._updates.put(None)
 
     def _end(self, request: int) -> None:
         self._open.discard(request)

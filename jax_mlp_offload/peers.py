@@ -10,6 +10,7 @@ Thread contract: any thread, but one conversation (``Peers``) is one thread's.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import jax
@@ -18,6 +19,17 @@ from jax._src import distributed
 from jax_mlp_offload import errors
 
 TIMEOUT_S = 3600.0  # how long another process may write; one that dies ends the job sooner
+
+
+_topics: Counter[str] = Counter()
+
+
+def topic_of(kind: str, path: Any) -> str:
+    """A topic about something at a path, that all processes come to, also where one of them failed over another path."""
+    names = [part.partition(".orbax-checkpoint-tmp")[0] for part in str(getattr(path, "path", path)).split("/")]
+    about = f"{kind}/{'/'.join(names)}"
+    _topics[about] += 1
+    return f"{about}/{_topics[about]}"
 
 
 class Peers:
@@ -62,7 +74,10 @@ class Peers:
         """
         told = [json.dumps({"value": value, "error": None if error is None else f"{type(error).__name__}: {error}"})]
         if self._client is not None:
-            told = self._exchange(told[0])
+            try:
+                told = self._exchange(told[0])
+            except errors.DeadlineError as late:
+                raise error or late from late
         if error is not None:
             raise error
         read = [json.loads(text) for text in told]

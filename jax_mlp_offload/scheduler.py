@@ -114,6 +114,11 @@ class Scheduler:
         """Whether no operation is open and nothing is in flight (I/O that was given up does not count)."""
         return self._operations.quiescent and self._transfers.none
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a device waits for a tier that has room."""
+        return bool(self._blocked)
+
     def next_tick_s(self) -> float | None:
         """When ``tick`` is wanted if nothing else happens, as a time; None: not at all."""
         times = [d.stalled_since_s + STALL_GRACE_S for d in self.devices.values() if d.stalled_since_s is not None]
@@ -457,8 +462,8 @@ class Scheduler:
 
     def _out_of_room(self) -> bool:
         """Whether a device was found that waits for a tier for ever; whoever waits for its slots fails."""
-        if not self._transfers.none:
-            return False
+        if not self._transfers.none or any(tier.files.links for tier in self.placement.tiers):
+            return False  # what takes up room now may go
         for cache in self._blocked:
             record = cache.victim(desperate=True)
             if cache.waiting and record is not None and not self.placement.can_write(record.size_bytes, record.index):

@@ -65,7 +65,8 @@ class Files:
         self._spares: Counter[int] = Counter()  # by size
         self._growing: Counter[int] = Counter()  # writes in flight that need a new file, by size
         self._given_up: dict[int, int] = {}  # record -> size of the file that it keeps
-        self._kept: Counter[int] = Counter()  # other links of a record's file
+        self._kept: dict[int, set[int]] = {}  # records whose file has other links -> whose they are
+        self.links = 0  # of those who will let go of them
 
     @property
     def bounded(self) -> bool:
@@ -100,16 +101,22 @@ class Files:
             self._growing[size_bytes] -= 1
             self.system.grew(size_bytes)
 
-    def keep(self, record: int) -> None:
-        """The record's file has another link, whose owner wants it to stay as it is."""
-        self._kept[record] += 1
+    def keep(self, record: int, number: int) -> None:
+        """The record's file has another link, of somebody who wants it to stay as it is and will let go of it."""
+        self._kept.setdefault(record, set()).add(number)
+        self.links += 1
 
-    def let_go(self, record: int) -> None:
-        """The link is gone again, if the record still has that file."""
-        if self._kept[record] > 1:
-            self._kept[record] -= 1
-        else:
-            del self._kept[record]
+    def let_go(self, record: int, number: int) -> None:
+        """The link is gone again; the record may have another file by now."""
+        self.links -= 1
+        others = self._kept.get(record, set())
+        others.discard(number)
+        if not others:
+            self._kept.pop(record, None)
+
+    def stays(self, record: int, number: int) -> None:
+        """The link stays, under whatever name."""
+        self.links -= 1
 
     def moved_on(self, size_bytes: int, record: int | None) -> None:
         """A record lives elsewhere now: its file may be taken over, unless it is kept."""

@@ -48,8 +48,7 @@ enum SgdHyper : int { kSgdNegLr = 0, kMomentum, kSgdHyperCount };
 // hash of the params that the update left behind, so that params replaced from outside are noticed.
 constexpr int64_t kCellElements = 4096;
 // What a record that was loaded has in their place: its masters belong to the params that come with the next
-// update, or it has none and they are those params. (A hash may have these values too, once in 2^32: its cell
-// is then taken for a loaded one.)
+// update, or it has none and they are those params. No hash has these values.
 constexpr uint32_t kCellOfAnyParams = 0xFFFFFFFF;
 constexpr uint32_t kCellWithoutMasters = 0xFFFFFFFE;
 constexpr int64_t cells_of(int64_t elements) { return (elements + kCellElements - 1) / kCellElements; }

@@ -156,11 +156,11 @@ class Folder:
 
     def keep(self, name: str, index: int, number: int) -> str | None:
         """Links a record's file into ``kept/<number>/``; returns the link's path, None if the file system has no links."""
-        path = self.path_to_keep(name, index, number)
         try:
+            path = self.path_to_keep(name, index, number)
             os.link(self._owner[name, index], path)
         except OSError as error:
-            _log.info("tier %r: no hard links: %s", self.tier.name, error)
+            _log.info("tier %r: a file was not linked: %s", self.tier.name, error)
             return None
         return path
 

@@ -82,11 +82,11 @@ class ArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[misc]
             job.peers.fail(error)
             raise
         finally:
-            await asyncio.to_thread(job.close)
+            job.close()  # not by another thread: the interpreter may be about to end
 
     async def _create(self, leaf: OffloadedLeaf, info: Any, arg: Any) -> tuple[Any, Any]:
         """Makes a leaf's array; returns its TensorStore and Orbax's metadata of it."""
-        write_shape, chunk = written_shape(leaf.shape, leaf.sharding, self._use_replica_parallel)
+        write_shape = written_shape(leaf.shape, leaf.sharding, self._use_replica_parallel)
         spec = tensorstore_utils.build_array_write_spec(
             info=info,
             arg=arg,
@@ -97,7 +97,6 @@ class ArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[misc]
             process_index=ocdbt_utils.get_process_index_for_subdir(info.is_ocdbt_checkpoint),
             metadata_key=self._metadata_key,
         )
-        assert chunk == write_shape
         return await ts.open(ts.Spec(spec.json), create=True, open=True, context=info.ts_context), spec.metadata
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
@@ -142,14 +141,14 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
     folder = directory / manifest.FOLDER
     several = job.peers.count > 1
     exchanges = [Exchange(str(folder / f"exchange.{i}")) if several else None for i in range(len(job.saved))]
-    entries, shared = [], []
+    entries, shared = [manifest.Entry(keys, manifest.FRESH, 0, {}) for keys in job.fresh], []
     for number, (saved, exchange) in enumerate(zip(job.saved, exchanges, strict=True)):
         targets: dict[Target, Any] = {(leaf.leaf, leaf.section): t for leaf, t in leaves if leaf.saved is saved}
         masters = {}
         for index in saved.binding.masters():
             name = f"{number}.{index}"
             shape, dtype = saved.binding.shapes[index], saved.binding.section_dtype(index, "master")
-            _, chunk = written_shape(shape, saved.sharding(index, None), False)
+            chunk = written_shape(shape, saved.sharding(index, None), False)
             targets[index, "master"] = await _create_master(str(folder / name), shape, chunk, dtype)
             masters[index] = name
         await asyncio.to_thread(saved.write, targets, exchange)
@@ -157,7 +156,7 @@ async def write_job(job: Job, directory: Any, leaves: Sequence[tuple[OffloadedLe
         entries.append(_entry(saved, masters))
     for leaf, target in leaves:
         if leaf.saved is None:
-            await asyncio.to_thread(_write_zero_leaf, leaf, target, process)
+            await asyncio.to_thread(_write_zero_leaf, leaf, target, process, job.deadline_s)
     if several:
         await asyncio.to_thread(job.peers.tell, "shares are put down")
         for saved, exchange, targets in zip(job.saved, exchanges, shared, strict=True):
@@ -176,9 +175,9 @@ def _entry(saved: Saved, masters: Mapping[int, str]) -> manifest.Entry:
     return manifest.Entry(saved.position.keys, identity_of(binding.key), saved.count, named)
 
 
-def _write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int) -> None:
+def _write_zero_leaf(leaf: OffloadedLeaf, target: Any, process: int, deadline_s: float) -> None:
     """Writes a leaf of a state that no update has been made from."""
-    writes = Writes()
+    writes = Writes(deadline_s)
     write_zeros(target, leaf.shape, shards_of(leaf.shape, leaf.sharding, process), writes)
     writes.finish()
 

@@ -26,10 +26,8 @@ def shards_of(shape: tuple[int, ...], sharding: jax.sharding.Sharding, process: 
     return [Shard(0, box, ()) for box, owner in owners.items() if owner == process]
 
 
-def written_shape(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding, replica_parallel: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(Orbax's write shape, shape of chunks) of a leaf.
+def written_shape(shape: tuple[int, ...], sharding: jax.sharding.Sharding, replica_parallel: bool) -> tuple[int, ...]:
+    """Orbax's write shape of a leaf, which is that of its chunks.
 
     Args:
       shape: of the whole leaf.
@@ -38,15 +36,14 @@ def written_shape(
     """
     local = sharding.shard_shape(shape)
     if math.prod(local) > CHUNK_ELEMENTS:
-        chunk = chunk_shape(local, shape, CHUNK_ELEMENTS)
-        return chunk, chunk
+        return chunk_shape(local, shape, CHUNK_ELEMENTS)
     boxes = {str(index) for index in sharding.devices_indices_map(shape).values()}
     replicas = len(sharding.device_set) // len(boxes)
     if replica_parallel and replicas > 1:
         axis = next((i for i, size in enumerate(local) if size % replicas == 0), None)
         if axis is not None:
             local = tuple(size // replicas if i == axis else size for i, size in enumerate(local))
-    return local, local
+    return local
 
 
 def ranges_of(shard: Shard, whole: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorstore as ts
 
 from jax_mlp_offload.division import Shard, Span
+from jax_mlp_offload.orbax.writes import result_of
 
 
 class Exchange:
@@ -30,7 +31,9 @@ class Exchange:
         """Puts down a span's elements from ``begin`` on; returns a future."""
         return self._kv.write(_key(shard, section, span, begin), array.tobytes())
 
-    def get(self, shard: Shard, begin: int, end: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def get(
+        self, shard: Shard, begin: int, end: int, arrays: Mapping[str, np.ndarray[Any, Any]], timeout_s: float
+    ) -> None:
         """Puts elements ``[begin, end)`` of a shard, as all put them down, into an array for each section."""
         found = []
         for span in shard.spans:
@@ -40,7 +43,7 @@ class Exchange:
                     read = self._kv.read(_key(shard, section, span, low))
                     found.append((array[low - begin : high - begin], read))
         for target, read in found:
-            target[:] = np.frombuffer(read.result().value, target.dtype)
+            target[:] = np.frombuffer(result_of(read, timeout_s).value, target.dtype)
 
 
 def _key(shard: Shard, section: str, span: Span, begin: int) -> str:

@@ -68,7 +68,7 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
 
     async def _begin(self, directory: Any, args: OffloadSave, asynchronous: bool) -> list[Any]:
         self._limit_memory(args.item)
-        job = Job(args.item, asynchronous)
+        job = Job(args.item, directory, asynchronous)
         try:
             job.start()
             standard = standard_checkpoint_handler.StandardSaveArgs(job.tree, args.save_args, args.custom_metadata)
@@ -110,14 +110,14 @@ async def _write_rest(job: Job, directory: Any) -> None:
     try:
         if hasattr(directory, "await_creation"):
             directory = await directory.await_creation()
-        if job.saved:
+        if job.saved or job.fresh:
             await asyncio.to_thread(job.wait)
             await write_job(job, directory, [])
     except BaseException as error:
         job.peers.fail(error)
         raise
     finally:
-        await asyncio.to_thread(job.close)
+        job.close()  # not by another thread: the interpreter may be about to end
 
 
 @ocp.args.register_with_handler(OffloadHandler, for_save=True)

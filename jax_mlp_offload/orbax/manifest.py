@@ -18,6 +18,7 @@ from jax_mlp_offload.positions import Keys
 FOLDER = "jax_mlp_offload"
 _FILE = "manifest.json"
 _FORMAT = 1
+FRESH = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Entry:
 
     Attributes:
       keys: where it stood.
-      identity: which optimizer it was of: its name, or its rule.
+      identity: which optimizer it was of: its name, or its rule; ``FRESH`` if no update had been made from it.
       count: updates so far.
       masters: names of arrays by the paths of leaves.
     """

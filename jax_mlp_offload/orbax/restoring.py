@@ -22,6 +22,7 @@ from jax_mlp_offload.orbax import manifest
 from jax_mlp_offload.orbax.arrays import OpenArgs, caching, open_master
 from jax_mlp_offload.orbax.matching import Shapes, match
 from jax_mlp_offload.orbax.saving import Target
+from jax_mlp_offload.peers import Peers, topic_of
 from jax_mlp_offload.positions import Keys, Position, find, keys_of, put, replace, shardings_of_params, unboxed
 from jax_mlp_offload.read import optax_state
 from jax_mlp_offload.registry import Registry
@@ -46,8 +47,13 @@ class Restoring:
         self._manifest = manifest.load(directory)
         self._context = caching()
         self._found = [self._match(position) for position in self._positions]
+        self._check_distinct()
 
-    def _match(self, position: Position) -> tuple[Registry, Binding]:
+    def _match(self, position: Position) -> tuple[Registry, Binding] | None:
+        """The store and optimizer of a state; None: no update had been made from it, so there is nothing to load."""
+        entry = self._manifest.get(position.keys)
+        if entry is not None and entry.identity == manifest.FRESH:
+            return None
         stored: Shapes = {
             keys_of(path): tuple(leaf.shape)
             for path, leaf in jax.tree_util.tree_flatten_with_path(self._stored(position))[0]
@@ -57,6 +63,19 @@ class Restoring:
         assert declared.bind is not None
         binding: Binding = declared.bind(shardings_of_params(declared.leaves, self._request.item, self._positions))
         return store, binding
+
+    def _check_distinct(self) -> None:
+        numbers: dict[tuple[int, int], Position] = {}
+        for position, found in zip(self._positions, self._found, strict=True):
+            if found is None:
+                continue
+            other = numbers.setdefault((id(found[0]), found[1].number), position)
+            if other is not position:
+                raise CheckpointError(
+                    f"the states at {'/'.join(other.keys)} and {'/'.join(position.keys)} would both go to optimizer "
+                    f"{found[1].name!r}, whose init was called last: restore each with a jmo.orbax.OffloadRestore of its "
+                    "own and store="
+                )
 
     def _stored(self, position: Position) -> Any:
         """The checkpoint's metadata of what it has at a position; an empty tree if there is nothing."""
@@ -92,7 +111,14 @@ class Restoring:
                 outside.append(leaf)
             else:
                 inside[number][unboxed(keys)] = leaf
-        states = list(map(self._load, self._positions, self._found, inside))
+        peers = Peers(topic_of("restore", self._directory), together=jax.process_count() > 1)
+        try:
+            prepared = list(map(self._prepare, self._positions, self._found, inside))
+        except BaseException as error:
+            peers.fail(error)
+            raise
+        peers.tell(None)  # whatever can be checked is; nobody is left alone in what follows
+        states = list(map(self._load, self._positions, self._found, prepared))
         return put(self._request.item, states, outside)
 
     def _places(self, target: Any) -> list[tuple[Keys, int | None]]:
@@ -116,10 +142,13 @@ class Restoring:
         ]
         return jax.tree.unflatten(treedef, args)
 
-    def _load(self, position: Position, found: tuple[Registry, Binding], stored: dict[Keys, Any]) -> Any:
-        """Loads a state into its store; returns the node for the tree."""
-        store, binding = found
-        where = "/".join(position.keys)
+    def _prepare(
+        self, position: Position, found: tuple[Registry, Binding] | None, stored: dict[Keys, Any]
+    ) -> tuple[dict[Target, Any], int]:
+        """What a state is loaded from, and its count."""
+        if found is None:
+            return {}, 0
+        binding, where = found[1], "/".join(position.keys)
         entry = self._manifest.get(position.keys)
         counts = [entry.count] if entry is not None else []
         arrays: dict[Target, Any] = {}
@@ -133,16 +162,24 @@ class Restoring:
                 f"the state at {where} has several counts of updates, {sorted(set(counts))}: it is damaged, or put "
                 "together from several; restore another checkpoint"
             )
+        named = {} if entry is None else entry.masters
         for leaf, spec in enumerate(binding.leaves):
-            if entry is not None and spec.path in entry.masters:
-                arrays[leaf, "master"] = self._open_master(entry.masters[spec.path], binding, leaf, where)
-        warn_of_conversions(binding, arrays, where)
-        count = counts[0] if counts else 0
-        ticket = load(binding, arrays, store.engine, count)
-        placed = _placement(position.state.count, binding)
-        return position.with_leaves(
-            _array(np.asarray(count, np.int32), placed), _array(np.asarray([ticket], np.uint32), placed)
-        )
+            if spec.path in named:
+                master = self._open_master(named[spec.path], binding, leaf, where)
+                if leaf in binding.masters() and master.dtype.name == binding.section_dtype(leaf, "master").name:
+                    arrays[leaf, "master"] = master
+        warn_of_conversions(binding, arrays, where, [path for path in named if path in _wide(binding)])
+        return arrays, counts[0] if counts else 0
+
+    def _load(
+        self, position: Position, found: tuple[Registry, Binding] | None, prepared: tuple[dict[Target, Any], int]
+    ) -> Any:
+        """Loads a state into its store; returns the node for the tree."""
+        arrays, count = prepared
+        ticket = 0 if found is None else load(found[1], arrays, found[0].engine, count)
+        placed = _placement(position.state.count, None if found is None else found[1])
+        values = np.asarray(count, np.int32), np.asarray([ticket], np.uint32)
+        return position.with_leaves(*(_array(value, placed) for value in values))
 
     def _open_master(self, name: str, binding: Binding, leaf: int, where: str) -> Any:
         path = binding.leaves[leaf].path
@@ -159,6 +196,11 @@ class Restoring:
                 f"{binding.shapes[leaf]}: the checkpoint is damaged; restore another one"
             )
         return array
+
+
+def _wide(binding: Binding) -> set[str]:
+    """Leaves whose params are their own masters."""
+    return {leaf.path for leaf in binding.leaves if leaf.dtype == "float32"}
 
 
 def _places_of(binding: Binding) -> dict[Keys, Target | None]:
@@ -179,10 +221,10 @@ def _lenient(arg: Any) -> Any:
     return dataclasses.replace(arg, strict=False) if hasattr(arg, "strict") else arg
 
 
-def _placement(count: Any, binding: Binding) -> jax.sharding.Sharding | None:
+def _placement(count: Any, binding: Binding | None) -> jax.sharding.Sharding | None:
     """Where a state's own leaves go: where the tree has them, but over the whole mesh of the params; None: anywhere."""
     found = getattr(count, "sharding", None)
-    mesh = binding.layout.mesh
+    mesh = None if binding is None else binding.layout.mesh
     if mesh is not None and (found is None or found.device_set != set(mesh.devices.flat)):
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return None if isinstance(count, jax.Array) and not count.committed else found

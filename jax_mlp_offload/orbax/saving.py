@@ -12,8 +12,10 @@ Thread contract: made on the user's thread; ``write`` and ``close`` on any one.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,13 +32,13 @@ from jax_mlp_offload.division import Shard
 from jax_mlp_offload.orbax.chunks import ranges_of
 from jax_mlp_offload.orbax.exchange import Exchange
 from jax_mlp_offload.orbax.records import Records
-from jax_mlp_offload.orbax.writes import Writes, write_zeros
-from jax_mlp_offload.peers import Peers
+from jax_mlp_offload.orbax.writes import Writes, result_of, write_zeros
+from jax_mlp_offload.peers import Peers, topic_of
 from jax_mlp_offload.plan import SECTIONS
-from jax_mlp_offload.positions import Position, find, nested, replace
+from jax_mlp_offload.positions import Keys, Position, find, nested, replace
 from jax_mlp_offload.read import find_optimizer, initial_state, optax_state, ticket_of
 
-_numbers = itertools.count()  # all processes save the same, in the same order
+_LEAST_DEADLINE_S = 600.0
 Target = tuple[int, str]
 """A leaf's index, and a section."""
 
@@ -87,6 +89,7 @@ class Job:
 
     Args:
       tree: with offloaded states anywhere.
+      directory: of the checkpoint's item.
       asynchronous: whether training goes on while it is written.
 
     Raises:
@@ -94,12 +97,14 @@ class Job:
       ValueError: if no open store holds it, or how it is divided cannot be told.
     """
 
-    def __init__(self, tree: Any, asynchronous: bool) -> None:
+    def __init__(self, tree: Any, directory: Any, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
         self._setting_down: Future[None] | None = None
+        self.deadline_s = _LEAST_DEADLINE_S  # the longest of the stores
         self.saved: list[Saved] = []
         self.started = False  # whether the leaves have come back from Orbax
-        self.peers = Peers(f"checkpoint-{next(_numbers)}", together=jax.process_count() > 1)
+        self.fresh: list[Keys] = []  # where states stand that no update has been made from
+        self.peers = Peers(topic_of("save", directory), together=jax.process_count() > 1)
         try:
             places = [self._place(position) for position in find(tree)]
         except BaseException as error:
@@ -112,13 +117,15 @@ class Job:
         state = position.state
         count, ticket = int(np.asarray(state.count)), ticket_of(state)
         if ticket == 0 and count == 0:
+            self.fresh.append(position.keys)
             tree = jax.tree.map(lambda leaf: self._zero(leaf, state.count), initial_state())
         else:
             store, binding = find_optimizer(state)
-            saved = Saved(position, binding, count)
+            self.deadline_s = max(self.deadline_s, store.engine.deadline_s)
+            saved = Saved(position, binding, count, store.engine.deadline_s)
+            self.saved.append(saved)
             if ticket:
                 saved.capture = store.engine.states.capture({binding.number: ticket})[binding.number]
-            self.saved.append(saved)
             tree = optax_state(binding, state.count, lambda section: saved.leaves(self, section, state.count))
         tree = jax.tree.map(position.wrap, tree)
         return tree if position.named else nested(tree)
@@ -156,11 +163,12 @@ class Job:
 
     def close(self) -> None:
         """Lets go of all records. Idempotent."""
-        if self._setting_down is not None:
-            self._setting_down.exception()  # which ``wait`` raises
-        for saved in self.saved:
-            if saved.capture is not None:
-                saved.capture.close()
+        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+            for saved in self.saved:
+                if saved.capture is not None:
+                    stack.callback(saved.capture.close)
+            if self._setting_down is not None:
+                concurrent.futures.wait([self._setting_down], self.deadline_s)
 
 
 class Saved:
@@ -170,9 +178,11 @@ class Saved:
       position: in the tree.
       binding: the optimizer.
       count: updates so far.
+      deadline_s: how long the checkpoint's storage may take for one chunk.
     """
 
-    def __init__(self, position: Position, binding: Binding, count: int) -> None:
+    def __init__(self, position: Position, binding: Binding, count: int, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
         self.position, self.binding, self.count = position, binding, count
         self.capture: Capture | None = None
         self.without_masters: set[int] = set()  # leaves whose params are the masters; known once they are written
@@ -218,7 +228,7 @@ class Saved:
         Raises:
           errors.OffloadError: if a record cannot be read.
         """
-        writes = Writes()
+        writes = Writes(self.deadline_s)
         written: set[int] = set()
         buckets = range(len(self.binding.plan.buckets))
         held = {key.bucket for key in list(self.capture.held)} if self.capture is not None else set()
@@ -243,11 +253,12 @@ class Saved:
 
     def write_shared(self, targets: Mapping[Target, Any], exchange: Exchange) -> None:
         """Writes shards that are shared with others, once all have put down what they have."""
-        writes = Writes()
+        gather = functools.partial(exchange.get, timeout_s=self.deadline_s)
+        writes = Writes(self.deadline_s)
         for bucket in range(len(self.binding.plan.buckets)):
             for shard in self.division.shards(bucket):
                 if self._is_shared(shard) and self.owner(shard) == self.process:
-                    self._write_shard(shard, exchange.get, targets, writes)
+                    self._write_shard(shard, gather, targets, writes)
         writes.finish()
 
     def _is_shared(self, shard: Shard) -> bool:
@@ -265,7 +276,7 @@ class Saved:
                     for section, array in arrays.items():
                         puts.append(exchange.put(shard, section, span, low, array[low - begin : high - begin]))
             for put in puts:
-                put.result()
+                result_of(put, self.deadline_s)
 
     def _arrays(self, shard: Shard, targets: Mapping[Target, Any], size: int) -> dict[str, np.ndarray[Any, Any]]:
         """Zeros for each section that is written of a shard's leaf."""

@@ -9,16 +9,34 @@ from typing import Any
 import numpy as np
 
 from jax_mlp_offload.division import Shard, boxes_of
+from jax_mlp_offload.errors import DeadlineError
 from jax_mlp_offload.orbax.chunks import ranges_of
 
 IN_FLIGHT_BYTES = 32 * 2**20
 """That TensorStore may still have to write."""
 
 
-class Writes:
-    """Writes that TensorStore has not ended yet."""
+def result_of(future: Any, timeout_s: float) -> Any:
+    """What a future of TensorStore gives.
 
-    def __init__(self) -> None:
+    Raises:
+      DeadlineError: if it gives nothing for so long.
+    """
+    try:
+        return future.result(timeout_s)
+    except TimeoutError as error:
+        raise DeadlineError(f"the checkpoint's storage gave no answer for {timeout_s:g} s") from error
+
+
+class Writes:
+    """Writes that TensorStore has not ended yet.
+
+    Args:
+      deadline_s: how long one may take.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
         self._open: deque[tuple[Any, int]] = deque()
         self._bytes = 0
 
@@ -40,7 +58,7 @@ class Writes:
 
     def _end_one(self) -> None:
         write, size_bytes = self._open.popleft()
-        write.result()
+        result_of(write, self._deadline_s)
         self._bytes -= size_bytes
 
 

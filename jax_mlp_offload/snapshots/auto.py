@@ -65,6 +65,9 @@ class AutoSnapshots:
                 self._snapshots.counts.failed += 1
             self._warn(error)
 
+    def suspended(self, duration_s: float) -> None:
+        """Nothing here depends on time."""
+
     def _due(self) -> bool:
         instances = [i for i in self._engine.scheduler.instances.values() if i.records]
         if any(instance.error is not None or in_step(instance) for instance in instances):
@@ -120,6 +123,9 @@ class AutoSnapshots:
                 self._own()
             return moment
 
+        if together and moment is not None:
+            for capture in moment.captures.values():  # else an update may wait for a process that waits for the update
+                capture.set_down()
         try:
             self._snapshots.write(captured, self._folder / f"step-{step}", peers, replaces=True)
         finally:

@@ -42,7 +42,8 @@ def restore(store: Registry, snapshots: Snapshots, path: Any, tree: Any = None) 
         found = _find_all(store, snapshot, tree, positions)
     except BaseException as error:
         peers.tell(None, error)  # raises it, once the others know
-    peers.tell(None)
+    if len(set(peers.tell(None if snapshot is None else snapshot.path.name))) > 1:
+        raise CheckpointError(f"the processes found different snapshots in {place}; name one of them")
     assert snapshot is not None and found is not None
     given = tree
     if tree is not None and snapshot.states is not None:

@@ -60,7 +60,8 @@ class Records:
         mine = jax.process_index()
         if not self.optimizer.spans and len(self._parts) > 1:
             # each process has one of its own by that name
-            self._parts = {mine: self._parts.get(mine, self._parts[min(self._parts)])}
+            one = mine if mine in self._parts else min(self._parts)
+            self._parts = {one: self._parts[one]}
         self._verified: set[pathlib.Path] = set()
         self._lock = threading.Lock()
         self._buffer = np.empty(0, np.uint8)  # for what is verified; the lock's

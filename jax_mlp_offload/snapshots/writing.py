@@ -156,7 +156,10 @@ class Writing:
                 {(b, d): [None] * len(bucket.subgroups) for d in devices for b, bucket in enumerate(plan.buckets)}
             )
         numbers = list(enumerate(self._numbers.values()))
-        jobs = [(index, number, key) for index, number in numbers for key in moment.held[number]]
+        held = {
+            number: [key for key in moment.held[number] if key in moment.captures[number].held] for _, number in numbers
+        }
+        jobs = [(index, number, key) for index, number in numbers for key in held[number]]
         jobs += [(index, number, key) for index, number in numbers for key in sorted(moment.captures[number].linked)]
         failed = threading.Event()
 

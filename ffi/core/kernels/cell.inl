@@ -109,13 +109,16 @@ JMO_INLINE uint32_t share(uint64_t sum, int block) {
   return static_cast<uint32_t>(word >> 32);
 }
 
+// A hash that has a value of a meaning of its own (update.h) becomes another one.
+JMO_INLINE uint32_t settled(uint32_t hash) { return hash >= kCellWithoutMasters ? hash - 2 : hash; }
+
 template <Form kForm>
 uint32_t hash_params(const u16u* params, DType type, int n) {
   uint32_t hash = 0;
   for (int at = 0; at < n; at += kBlock) {
     hash += share(sum_params<kForm>(params + at, type, 0, n - at < kBlock ? n - at : kBlock), at / kBlock);
   }
-  return hash;
+  return settled(hash);
 }
 
 // Whether a cell holds what its hash says. Nearly always its params are canonical.

@@ -192,7 +192,7 @@ struct Runner {
       const uint64_t sum = block(begin + done, trust, n - done < kBlock ? n - done : kBlock);
       if (guarded) hash += share(sum, done / kBlock);
     }
-    if (guarded) segment.cells[begin / kCellElements] = hash;
+    if (guarded) segment.cells[begin / kCellElements] = settled(hash);
     return adopted;
   }
 };
