@@ -141,6 +141,7 @@ class Capture:
                 "had; the checkpoint was given up. Is its storage slow, or does it hang?"
             )
             self._let_go([*self.held, *self.linked])
+            self._driver.captures.discard(self)
 
     @property
     def patience_s(self) -> float:
