@@ -98,9 +98,15 @@ class AutoSnapshots:
         write = threading.Thread(
             target=self._write, args=(moment, step, self._number), name="jmo-snapshot", daemon=True
         )
+        try:
+            write.start()
+        except RuntimeError:  # no more threads: nobody would let go
+            if moment is not None:
+                for capture in moment.captures.values():
+                    capture.end()
+            raise
         if not busy:
             self._writing = write
-        write.start()
 
     # -- its own thread
 
