@@ -20,12 +20,13 @@ from jax_mlp_offload import native
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.capture import Key
 from jax_mlp_offload.division import Box, Piece, boxes_of
-from jax_mlp_offload.errors import CheckpointError, CheckpointWarning, OffloadError
+from jax_mlp_offload.errors import CheckpointError, CheckpointWarning, DeadlineError, OffloadError
 from jax_mlp_offload.load import Fill
 from jax_mlp_offload.plan import SECTIONS, BucketPlan
 from jax_mlp_offload.types import POISON
 
 _NAMES_SHOWN = 4
+_DEADLINE_S = 600.0  # for one range of an array
 
 
 class Source(Protocol):
@@ -105,9 +106,12 @@ def values_of(what: str, read: Any) -> np.ndarray[Any, Any]:
 
     Raises:
       CheckpointError: if it cannot be read.
+      DeadlineError: if storage does not answer.
     """
     try:
-        values: np.ndarray[Any, Any] = read.result()
+        values: np.ndarray[Any, Any] = read.result(_DEADLINE_S)
+    except TimeoutError as error:
+        raise DeadlineError(f"{what}: the checkpoint's storage gave no answer for {_DEADLINE_S:g} s") from error
     except (ValueError, OSError) as error:
         raise CheckpointError(
             f"{what} cannot be read ({error}): the checkpoint is incomplete or damaged; restore another one"

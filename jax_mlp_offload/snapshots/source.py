@@ -192,7 +192,7 @@ class _Elements:
     def read(self) -> _Elements:
         return self
 
-    def result(self) -> np.ndarray[Any, Any]:
+    def result(self, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
         return self._array
 
 
