@@ -18,7 +18,11 @@ import contextlib
 import dataclasses
 import enum
 import errno
+import functools
+import os
+import queue
 import random
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from typing import Any
@@ -50,6 +54,29 @@ class StillHeldError(Exception):
     """The request was left behind: TensorStore may still touch its memory."""
 
 
+class _Messenger:
+    """A thread that tells event loops of memory that TensorStore has let go of; one a process, which no store ends."""
+
+    def __init__(self) -> None:
+        self._gone: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.SimpleQueue()
+        self.put = self._gone.put  # C all through
+        threading.Thread(target=self._tell, name="jax_mlp_offload-messenger", daemon=True).start()
+
+    def _tell(self) -> None:
+        while True:
+            loop, gone = self._gone.get()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(gone.set)
+
+
+@functools.cache
+def _messenger() -> _Messenger:
+    return _Messenger()
+
+
+os.register_at_fork(after_in_child=_messenger.cache_clear)  # its thread is the parent's
+
+
 class Held:
     """The bytes of one request, and when TensorStore has let go of them.
 
@@ -58,15 +85,12 @@ class Held:
     """
 
     def __init__(self, part: np.ndarray[Any, Any]) -> None:
-        self._loop = asyncio.get_running_loop()
         self._gone = asyncio.Event()
-        # no weakref.finalize: that goes silent as soon as the interpreter ends, when stores are still to be closed
-        self._part = weakref.ref(part, self._tell)
-
-    def _tell(self, _: weakref.ref[np.ndarray[Any, Any]]) -> None:
-        # on whichever thread drops the last reference; where the loop is closed nobody waits
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._gone.set)
+        # no weakref.finalize: that goes silent as soon as the interpreter ends, when stores are still to be closed.
+        # No function of Python's either: TensorStore may drop the reference with a lock of its own that another thread
+        # wants, and that one may be given the interpreter as soon as any bytecode runs here
+        told = functools.partial(_messenger().put, (asyncio.get_running_loop(), self._gone))
+        self._part = weakref.ref(part, told)
 
     async def let_go(self) -> None:
         """Waits until the memory is free."""
