@@ -48,8 +48,7 @@ def restore(store: Registry, snapshots: Snapshots, path: Any, tree: Any = None) 
     given = tree
     if tree is not None and snapshot.states is not None:
         tree = _restore_tree(snapshot, tree)  # what may fail comes first
-    alone = snapshot.states is None
-    states = {identity: _load(store, *each, str(place), alone) for identity, each in found.items()}
+    states = {identity: _load(store, *each, str(place)) for identity, each in found.items()}
     if tree is None:
         return {records.optimizer.name: states[identity] for identity, (records, _) in found.items()}
     return _put(given, tree, snapshot, states)
@@ -141,27 +140,14 @@ def _shardings(declared: Declared, tree: Any, positions: Sequence[Position]) -> 
 # -- what is put in
 
 
-def _load(store: Registry, records: Records, binding: Binding, where: str, alone: bool) -> OffloadState:
-    """Loads one optimizer; returns its state.
-
-    Args:
-      store: what it is loaded into.
-      records: of the snapshot.
-      binding: the optimizer.
-      where: for messages.
-      alone: whether the snapshot came without params, so that those of the next update may be other ones. Records that are
-        taken as they are notice that; float16 masters that are put together anew would put the params back.
-    """
+def _load(store: Registry, records: Records, binding: Binding, where: str) -> OffloadState:
+    """Loads one optimizer; returns its state."""
     ticket, count = 0, records.optimizer.count
     if not records.empty:
         if records.fit(binding):
             ticket = load(binding, {}, store.engine, count, records.copy)
         else:
-            arrays = {
-                (leaf, section): source
-                for (leaf, section), source in sections(records).items()
-                if not (alone and section == "master" and binding.leaves[leaf].dtype == "float16")
-            }
+            arrays = sections(records)
             warn_of_conversions(binding, arrays, where)
             ticket = load(binding, arrays, store.engine, count)
     mesh = binding.layout.mesh
