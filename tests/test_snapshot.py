@@ -233,7 +233,7 @@ def test_an_update_that_waits_too_long(tmp_path):
         tx = jmo.adamw(1e-2, store=store)
         step, state = make_step(tx), tx.init(params)
         params, state = advance(step, params, state, grads[:3])
-        native.inject_fault(str(tmp_path / ".new-"), is_write=True, min_delay_s=2.5, max_delay_s=2.5)
+        native.inject_fault(str(tmp_path / ".new-"), is_write=True, min_delay_s=5.0, max_delay_s=5.0)
         with ThreadPoolExecutor(1) as thread:
             writing = thread.submit(store.snapshot, tmp_path / "snapshot")
             while not store.engine.driver.captures and not writing.done():
