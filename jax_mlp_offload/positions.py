@@ -140,3 +140,10 @@ def shardings_of_params(leaves: Leaves, tree: Any, positions: Sequence[Position]
 def _text(path: Sequence[Any]) -> str:
     keys = param_keys(path)
     return jax.tree_util.keystr(keys) if keys else "params"
+
+
+def small_array(value: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """A count or a ticket on devices, the same in every process; None: on whichever JAX takes."""
+    if sharding is None:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

@@ -36,12 +36,13 @@ class OffloadHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
+        registry = make_registry()
         self._arrays = BasePyTreeCheckpointHandler(
             save_concurrent_bytes=_LEAST_CONCURRENT_BYTES,
             restore_concurrent_bytes=_LEAST_CONCURRENT_BYTES,
-            type_handler_registry=make_registry(),
+            type_handler_registry=registry,
         )
-        self._impl = ocp.PyTreeCheckpointHandler(handler_impl=self._arrays, type_handler_registry=make_registry())
+        self._impl = ocp.PyTreeCheckpointHandler(handler_impl=self._arrays, type_handler_registry=registry)
         self._supported_types: tuple[Any, ...] = (*self._supported_types, OffloadedLeaf)
         # what is written can be read by plain Orbax, and its own handler is named as the one to do it
         self.typestr = ocp.StandardCheckpointHandler.typestr

@@ -7,11 +7,10 @@ Thread contract: the user's thread.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint._src.handlers import standard_checkpoint_handler
 
@@ -23,7 +22,17 @@ from jax_mlp_offload.orbax.arrays import OpenArgs, caching, open_master
 from jax_mlp_offload.orbax.matching import Shapes, match
 from jax_mlp_offload.orbax.saving import Target
 from jax_mlp_offload.peers import Peers, topic_of
-from jax_mlp_offload.positions import Keys, Position, find, keys_of, put, replace, shardings_of_params, unboxed
+from jax_mlp_offload.positions import (
+    Keys,
+    Position,
+    find,
+    keys_of,
+    put,
+    replace,
+    shardings_of_params,
+    small_array,
+    unboxed,
+)
 from jax_mlp_offload.read import optax_state
 from jax_mlp_offload.registry import Registry
 
@@ -59,7 +68,7 @@ class Restoring:
             for path, leaf in jax.tree_util.tree_flatten_with_path(self._stored(position))[0]
         }
         stores = None if self._request.store is None else [self._request.store]
-        store, declared = match(position, stored, self._manifest.get(position.keys), stores)
+        store, declared = match(position, stored, entry, stores)
         assert declared.bind is not None
         binding: Binding = declared.bind(shardings_of_params(declared.leaves, self._request.item, self._positions))
         return store, binding
@@ -102,11 +111,12 @@ class Restoring:
 
         subtrees = [jax.tree.map(stand_in, self._stored(position)) for position in self._positions]
         target = replace(self._request.item, subtrees.__getitem__)
-        restored = restore_tree(target, self._restore_args(target))
+        places = self._places(target)
+        restored = restore_tree(target, self._restore_args(target, [number for _, number in places]))
         leaves = jax.tree.leaves(restored)
         inside: list[dict[Keys, Any]] = [{} for _ in self._positions]
         outside = []
-        for (keys, number), leaf in zip(self._places(target), leaves, strict=True):
+        for (keys, number), leaf in zip(places, leaves, strict=True):
             if number is None:
                 outside.append(leaf)
             else:
@@ -131,14 +141,14 @@ class Restoring:
             places.append((keys if number is None else keys[len(prefixes[number]) :], number))
         return places
 
-    def _restore_args(self, target: Any) -> Any:
+    def _restore_args(self, target: Any, numbers: Sequence[int | None]) -> Any:
         made = standard_checkpoint_handler._construct_restore_args(
             target, lambda: self._metadata, self._request.fallback_sharding
         )
         treedef: Any = jax.tree.structure(target)
         args = [
             OpenArgs() if number is not None else arg if self._request.strict else _lenient(arg)
-            for arg, (_, number) in zip(treedef.flatten_up_to(made), self._places(target), strict=True)
+            for arg, number in zip(treedef.flatten_up_to(made), numbers, strict=True)
         ]
         return jax.tree.unflatten(treedef, args)
 
@@ -163,12 +173,14 @@ class Restoring:
                 "together from several; restore another checkpoint"
             )
         named = {} if entry is None else entry.masters
+        kept = set(binding.masters())
         for leaf, spec in enumerate(binding.leaves):
             if spec.path in named:
                 master = self._open_master(named[spec.path], binding, leaf, where)
-                if leaf in binding.masters() and master.dtype.name == binding.section_dtype(leaf, "master").name:
+                if leaf in kept and master.dtype.name == binding.section_dtype(leaf, "master").name:
                     arrays[leaf, "master"] = master
-        warn_of_conversions(binding, arrays, where, [path for path in named if path in _wide(binding)])
+        wide = {spec.path for spec in binding.leaves if spec.dtype == "float32"}  # their params are their own masters
+        warn_of_conversions(binding, arrays, where, [path for path in named if path in wide])
         return arrays, counts[0] if counts else 0
 
     def _load(
@@ -179,7 +191,7 @@ class Restoring:
         ticket = 0 if found is None else load(found[1], arrays, found[0].engine, count)
         placed = _placement(position.state.count, None if found is None else found[1])
         values = np.asarray(count, np.int32), np.asarray([ticket], np.uint32)
-        return position.with_leaves(*(_array(value, placed) for value in values))
+        return position.with_leaves(*(small_array(value, placed) for value in values))
 
     def _open_master(self, name: str, binding: Binding, leaf: int, where: str) -> Any:
         path = binding.leaves[leaf].path
@@ -196,11 +208,6 @@ class Restoring:
                 f"{binding.shapes[leaf]}: the checkpoint is damaged; restore another one"
             )
         return array
-
-
-def _wide(binding: Binding) -> set[str]:
-    """Leaves whose params are their own masters."""
-    return {leaf.path for leaf in binding.leaves if leaf.dtype == "float32"}
 
 
 def _places_of(binding: Binding) -> dict[Keys, Target | None]:
@@ -228,10 +235,3 @@ def _placement(count: Any, binding: Binding | None) -> jax.sharding.Sharding | N
     if mesh is not None and (found is None or found.device_set != set(mesh.devices.flat)):
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return None if isinstance(count, jax.Array) and not count.committed else found
-
-
-def _array(value: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
-    """A small array, where the tree has the state's."""
-    if sharding is None:
-        return jnp.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_mlp_offload.binding import Binding
 from jax_mlp_offload.errors import CheckpointError
 from jax_mlp_offload.filling import load, warn_of_conversions
-from jax_mlp_offload.positions import Position, find, replace, shardings_of_params
+from jax_mlp_offload.positions import Position, find, replace, shardings_of_params, small_array
 from jax_mlp_offload.registry import Declared, Registry, identity_of
 from jax_mlp_offload.snapshots.folder import whole
 from jax_mlp_offload.snapshots.manifest import FILE, TREE, Optimizer, Snapshot, read
@@ -152,13 +152,9 @@ def _load(store: Registry, records: Records, binding: Binding, where: str) -> Of
             ticket = load(binding, arrays, store.engine, count)
     mesh = binding.layout.mesh
     everywhere = None if mesh is None or not binding.layout.specs else NamedSharding(mesh, PartitionSpec())
-    return OffloadState(_array(np.int32(count), everywhere), _array(np.asarray([ticket], np.uint32), everywhere))
-
-
-def _array(value: Any, sharding: Any) -> jax.Array:
-    if sharding is None:
-        return jnp.asarray(value)
-    return jax.make_array_from_callback(np.shape(value), sharding, lambda index: np.asarray(value)[index])
+    return OffloadState(
+        *(small_array(value, everywhere) for value in (np.asarray(count, np.int32), np.asarray([ticket], np.uint32)))
+    )
 
 
 def _restore_tree(snapshot: Snapshot, tree: Any) -> Any:
@@ -205,4 +201,4 @@ def _placed(value: jax.Array, like: Any) -> jax.Array:
     sharding = getattr(like, "sharding", None)
     if sharding is None or (isinstance(like, jax.Array) and not like.committed):
         return jnp.asarray(np.asarray(value)) if value.is_fully_addressable else value
-    return _array(np.asarray(value), sharding)
+    return small_array(np.asarray(value), sharding)
