@@ -7,6 +7,8 @@ arrives as JAX's own runtime error, since XLA carries only a message.
 
 from __future__ import annotations
 
+import errno
+
 
 class OffloadError(RuntimeError):
     """The state of an optimizer could not be moved or updated; the message names tier, leaves and cause."""
@@ -15,6 +17,8 @@ class OffloadError(RuntimeError):
 class TierError(OffloadError):
     """A tier refused a read or a write, and no other tier could take its place."""
 
+    no_space = False  # whether it refused a write for want of room
+
 
 class CorruptRecordError(OffloadError):
     """A record came back shorter than it was written, or with another checksum."""
@@ -22,7 +26,11 @@ class CorruptRecordError(OffloadError):
 
 def of_transfer(text: str, error_number: int) -> OffloadError:
     """Why a transfer failed: what the system did not refuse (errno 0) came back wrong."""
-    return TierError(text) if error_number else CorruptRecordError(text)
+    if not error_number:
+        return CorruptRecordError(text)
+    error = TierError(text)
+    error.no_space = error_number in (errno.ENOSPC, errno.EDQUOT)
+    return error
 
 
 GO_ON = (

@@ -219,7 +219,7 @@ class Placement:
         """The tier that takes the next record now, or None if none pulls."""
         fitting = [i for i, tier in enumerate(self.tiers) if tier.has_room(size_bytes, record)]
         if len(fitting) < len(self.tiers):
-            self._note_full(size_bytes, record)
+            self.note_full(size_bytes, record)
         free = [i for i in fitting if self.tiers[i].device.writes.in_flight < self.tiers[i].device.queue]
         if any(not self.tiers[i].device.bps() for i in fitting):
             return min(free, key=self._pulled, default=None)
@@ -231,7 +231,8 @@ class Placement:
             return None
         return min(free, key=lambda i: (self.tiers[i].taken + 1) / self._speeds[i], default=None)
 
-    def _note_full(self, size_bytes: int, record: int | None) -> None:
+    def note_full(self, size_bytes: int, record: int | None) -> None:
+        """Notes which tiers have no space for this record."""
         for i, tier in enumerate(self.tiers):
             if not (tier.full or tier.retired or tier.files.has_space(size_bytes, record)):
                 tier.full = True

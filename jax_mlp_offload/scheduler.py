@@ -197,7 +197,7 @@ class Scheduler:
         else:
             if error is None:
                 self.placement.forget(tier, record.size_bytes, record.index)  # wanted again while it was written
-            else:
+            elif not (isinstance(error, errors.TierError) and error.no_space and self._refuses(tier, record)):
                 self._retire(tier, error)
             record.tier = None
             self._use_or_rest(record)
@@ -455,6 +455,13 @@ class Scheduler:
         if record.wanted_by is not None:
             self._fail(self.instances[record.instance], cause, record.wanted_by.serial)
         self._moving.update(dict.fromkeys(self.devices.values()))
+
+    def _refuses(self, tier: int, record: Record) -> bool:
+        """Whether a tier that refused a record for want of room is full, as far as one can see."""
+        full = self.placement.tiers[tier].files.refuses(record.size_bytes)
+        if full:
+            self.placement.note_full(record.size_bytes, record.index)
+        return full
 
     def _retire(self, tier: int, error: errors.OffloadError) -> None:
         if message := self._transfers.retire(tier, error):

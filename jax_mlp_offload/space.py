@@ -6,7 +6,9 @@
    the same tier, else the file becomes a spare.
 3. The file of a record that is *kept* (a checkpoint or snapshot holds a link to it) is never written over: once the
    record is written anew, it is no longer the tier's.
-4. A new file needs room: what was last seen to be free on the file system, less what was given out since. A write in
+4. A tier that refused a write for want of room takes no more, not even over a spare, until there is room for a new file
+   (what it lacked may have been a directory's block).
+5. A new file needs room: what was last seen to be free on the file system, less what was given out since. A write in
    flight counts whole, though it may have taken part of its room already: so more seems taken than is, never less.
 
 Tiers without a file system that fills up (none was ever seen) have room up to their capacity.
@@ -67,6 +69,7 @@ class Files:
         self._given_up: dict[int, int] = {}  # record -> size of the file that it keeps
         self._kept: dict[int, set[int]] = {}  # records whose file has other links -> whose they are
         self.links = 0  # of those who will let go of them
+        self._refused_bytes = 0  # what it had no room for, though it was taken to have; 0: nothing
 
     @property
     def bounded(self) -> bool:
@@ -81,10 +84,20 @@ class Files:
 
     def has_space(self, size_bytes: int, record: int | None) -> bool:
         """Whether there is a file or space for this record, capacity aside."""
+        if self._refused_bytes and not self.system.has_room(self._refused_bytes):
+            return False
         return self._spares[size_bytes] > 0 or record in self._given_up or self.system.has_room(size_bytes)
+
+    def refuses(self, size_bytes: int) -> bool:
+        """A write failed for want of room; false if there seems to be room, so that it would be tried for ever."""
+        if self.system.free_bytes is None or self.system.has_room(size_bytes):
+            return False
+        self._refused_bytes = size_bytes
+        return True
 
     def write_begins(self, size_bytes: int, record: int | None) -> None:
         """A record comes here."""
+        self._refused_bytes = 0
         self.stored_bytes += size_bytes
         if record is not None and record in self._given_up:
             del self._given_up[record]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
+from jax_mlp_offload import errors
 from jax_mlp_offload.placement import Placement, TierSpec
 from jax_mlp_offload.types import Life, Update, Write
 from tests.hand import Hand
@@ -140,6 +143,41 @@ def test_full_store_says_so_and_goes_on_once_there_is_space():
     assert hand.step() > 0
     assert hand.instance.error is None
     assert sum(record.life is Life.STORED for record in hand.scheduler.records) == 3
+
+
+def test_write_refused_for_want_of_room_shuts_the_tier_until_there_is_some():
+    """A file may be taken over, but nothing made beside it: say, the directory of another optimizer."""
+    hand = Hand(specs=[TierSpec("full", free_bytes=250), TierSpec("large")], buckets=4, slots=1)
+    ticket = hand.step()
+    full = hand.scheduler.placement.tiers[0]
+    hand.scheduler.space_seen(0, 0, hand.now_s)
+    refused = []
+
+    def no_space(record):
+        if record.tier == 0:
+            refused.append(record)
+            return errors.of_transfer("No space left on device", errno.ENOSPC)
+        return None
+
+    ticket = hand.step(ticket, write=no_space)
+    assert len(refused) == 1, "it is not asked again"
+    assert not full.retired
+    assert ["takes no new records until there is room" in w.message for w in hand.warnings] == [True]
+    written = full.written.requests
+    hand.scheduler.space_seen(0, 1000, hand.now_s)
+    assert hand.step(ticket) > ticket
+    assert full.written.requests > written, "it is used again"
+
+
+def test_write_refused_for_want_of_room_that_seems_to_be_there_retires_the_tier():
+    hand = Hand(specs=[TierSpec("odd", free_bytes=10**6), TierSpec("large")], buckets=4, slots=1)
+
+    def no_space(record):
+        return errors.of_transfer("No space left on device", errno.ENOSPC) if record.tier == 0 else None
+
+    assert hand.step(write=no_space) == 1
+    assert hand.scheduler.placement.tiers[0].retired
+    assert "the tier is retired" in hand.warnings[0].message
 
 
 def test_space_that_comes_back_lets_a_waiting_device_go_on():
