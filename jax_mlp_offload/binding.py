@@ -187,7 +187,7 @@ def declare(rule: Rule, options: Options, params: Any) -> None:
         layout.check_arrays(arrays, paths)
     device = None
     if given is None and concrete and len(concrete[0].devices()) == 1:
-        device = shardings.ordinal(next(iter(concrete[0].devices())))
+        device = next(iter(concrete[0].devices()))
     shapes = tuple(tuple(leaf.shape) for leaf in arrays)
     rule, fingerprint = _without_tracers(rule), _fingerprint(leaves)
     initial = functools.partial(state_shapes, rule, treedef, shapes, layout)
@@ -300,6 +300,7 @@ def _register(
     more = f"+{len(leaves) - 1}" if len(leaves) > 1 else ""
     name = options.name or f"{rule.kind}:{leaves[0][0]}{more}"
     engine = options.store.engine
+    split = engine.serve(layout.platform)
     number, plan = engine.add_instance(
         name,
         [spec for _, spec in parts],
@@ -312,7 +313,7 @@ def _register(
     )
     bucket_reads = tuple(reads[plan.leaves[bucket.leaves[0]].dtype] for bucket in plan.buckets)
     operands = tuple(part for part, _ in parts)
-    program = Program(engine.number, number, plan, operands, bucket_reads, layout)
+    program = Program(engine.number, number, plan, operands, bucket_reads, layout, split)
     return Binding(
         key, name, number, _without_tracers(rule), tuple(specs), whole, layout, operands, plan, treedef, program.make()
     )

@@ -224,7 +224,8 @@ class Driver:
                 _, request, instance, bucket, device, run_id, ticket, skip = event
                 scheduler.arrived(request, instance, bucket, device, run_id, ticket, skip, now_s)
             case "updated":
-                scheduler.update_done(scheduler.records[event[1]], event[4], now_s)
+                _, index, _, _, adopted, why = event
+                self._update_done(scheduler.records[index], adopted, why, now_s)
             case "read":
                 self._read_done(scheduler.records[event[1]], _Ended.of(event), now_s)
             case "written":
@@ -234,6 +235,10 @@ class Driver:
             case "agreed":
                 _, mine, instance, device, ticket = event
                 scheduler.agreed(instance, device, mine, ticket, now_s)
+
+    def _update_done(self, record: Record, adopted: list[int], why: str, now_s: float) -> None:
+        error = errors.AcceleratorError(f"{why}; {self._scheduler.describe(record)}") if why else None
+        self._scheduler.update_done(record, adopted, now_s, error)
 
     def _read_done(self, record: Record, ended: _Ended, now_s: float) -> None:
         tier = record.tier

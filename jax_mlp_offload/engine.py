@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import re
 import threading
 from collections import Counter
@@ -19,6 +18,7 @@ from typing import Any
 
 from jax_mlp_offload import errors, native, sizing
 from jax_mlp_offload.backends import Backend, make_backend
+from jax_mlp_offload.devices import Devices
 from jax_mlp_offload.driver import Driver
 from jax_mlp_offload.exclusive import Access, Sharing
 from jax_mlp_offload.first_probe import LEAST_BYTES, FirstProbe
@@ -39,6 +39,7 @@ from jax_mlp_offload.scheduler import Scheduler
 from jax_mlp_offload.states import States
 from jax_mlp_offload.tiers import Tier
 from jax_mlp_offload.types import Order, Record
+from jax_mlp_offload.update_on import UpdateOn
 
 _CALL_TIMEOUT_S = 60.0  # for what the driver does at once
 _numbers = itertools.count()
@@ -63,6 +64,7 @@ class Engine:
       deadline_s: how long storage may take for one record.
       access: whether processes that share a storage device take turns.
       profile: measured bandwidths of tiers; None: those beside their data, if there are any.
+      update_on: where updates of accelerators' params run.
 
     Raises:
       ValueError: if ``profile`` is none.
@@ -80,6 +82,7 @@ class Engine:
         deadline_s: float,
         access: Access = Access.AUTO,
         profile: ProfileLike | None = None,
+        update_on: UpdateOn = UpdateOn.AUTO,
     ) -> None:
         self.number = next(_numbers)
         self.deadline_s = deadline_s
@@ -95,7 +98,8 @@ class Engine:
         self.closed = False
         self._probe: FirstProbe | None = None
         self.backends: list[Backend] = []
-        self._native = native.Engine(kernel_threads or len(os.sched_getaffinity(0)))
+        self._native = native.Engine(kernel_threads or native.cores())
+        self.devices = Devices(self._native, update_on)
         sharing = Sharing(access)
         try:
             for tier in tiers:
@@ -110,6 +114,11 @@ class Engine:
         native.register_engine(self.number, self._native)
 
     # -- optimizers
+
+    def serve(self, platform: str) -> bool:
+        """Gets ready for devices of a JAX platform: see :meth:`Devices.serve`."""
+        with self._lock:
+            return self.devices.serve(platform)
 
     def add_instance(
         self,
@@ -146,7 +155,7 @@ class Engine:
             plan, slot_bytes, slots = self._size(leaves, layouts, devices, spans)
             first = self._native.slot_count()
             if slots:
-                self._native.add_slots(slots * len(devices), slot_bytes)
+                self.devices.add_slots(devices, slots, slot_bytes)
                 self._slot_bytes = slot_bytes
                 self._device_slots.update(dict.fromkeys(devices, slots))
             self._directories[number] = f"{number}-{re.sub('[^A-Za-z0-9_.-]+', '_', name)[:64]}"
@@ -170,7 +179,7 @@ class Engine:
                 )
 
             for device in devices:
-                self._native.add_device(device)
+                self.devices.add(device)
             self.driver.call(tell_scheduler, _CALL_TIMEOUT_S)
             if self._probe is None:
                 self._probe_tiers((plan.records - slots) * len(devices) * plan.largest_record_bytes)

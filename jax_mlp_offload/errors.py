@@ -54,6 +54,10 @@ class ForeignParamsError(OffloadError):
     """16-bit params changed between updates twice in a row: something behind the optimizer alters its updates."""
 
 
+class AcceleratorError(OffloadError):
+    """A device failed while gradients, params or results were moved, or while it updated records."""
+
+
 class DeadlineError(OffloadError):
     """Storage gave no answer within the store's deadline."""
 
@@ -68,6 +72,10 @@ class ClosedError(OffloadError):
 
 class ForeignParamsWarning(UserWarning):
     """16-bit params were replaced from outside; the new ones were adopted."""
+
+
+class DeviceWarning(UserWarning):
+    """A device works, but not as well as it could."""
 
 
 class TierWarning(UserWarning):

@@ -7,6 +7,7 @@ jaxlib's would stop all of JAX from starting, so the versions are compared befor
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
 from typing import Any
@@ -18,6 +19,7 @@ from jax_mlp_offload import _native
 
 _PAGE_BYTES = 4096
 Engine = _native.Engine
+DeviceRuntime = _native.DeviceRuntime
 KINDS = ("arrived", "read", "written", "updated", "handed_back", "agreed", "woken")
 """Kinds of an event, by the number that comes first in it."""
 
@@ -40,6 +42,13 @@ register_engine = _native.register_engine
 unregister_engine = _native.unregister_engine
 isa_in_use = _native.isa_in_use
 force_isa = _native.force_isa
+runtime_of_capsule = _native.runtime_of_capsule
+emulated_runtime = _native.emulated_runtime
+add_device_slots = _native.add_device_slots
+add_linked_device = _native.add_linked_device
+update_on_device = _native.update_on_device
+link_stats = _native.link_stats
+measure_link = _native.measure_link
 CELL_ELEMENTS: int = _native.CELL_ELEMENTS
 CELL_OF_ANY_PARAMS: int = _native.CELL_OF_ANY_PARAMS
 CELL_WITHOUT_MASTERS: int = _native.CELL_WITHOUT_MASTERS
@@ -57,6 +66,11 @@ class RuleSpec:
     has_mu: bool
     nesterov: bool
     hyper_count: int  # hyperparameters in the operand
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def aligned(size_bytes: int) -> np.ndarray[Any, Any]:
@@ -84,8 +98,9 @@ def _register() -> None:
             f"jax_mlp_offload was built against XLA FFI API {built[0]}.{built[1]}, but this jaxlib has "
             f"{running[0]}.{running[1]}; install a newer jaxlib, or build the package again"
         )
-    for name, target in _native.registrations().items():
-        jax.ffi.register_ffi_target(name, target, platform="cpu")
+    for platform, targets in _native.registrations().items():
+        for name, target in targets.items():
+            jax.ffi.register_ffi_target(name, target, platform=platform)
 
 
 _register()

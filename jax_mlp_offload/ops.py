@@ -1,4 +1,7 @@
-"""The op ``jmo_update`` in JAX programs: one call a bucket, inside a fully manual ``shard_map`` where there is a mesh.
+"""The ops of an update in JAX programs: one a bucket, inside a fully manual ``shard_map`` where there is a mesh.
+
+On the CPU that is ``jmo_update``. On accelerators it comes in two halves (``calls.py``): ``jmo_push`` hands gradients and
+params over and returns at once; when all buckets of a device have been pushed, ``jmo_pull`` waits for the results.
 
 What always holds: every call of one step gets the same ticket and returns one; they are joined with ``max``, poison
 being the largest; where a mesh spans processes, over all of them, once a step.
@@ -20,12 +23,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_mlp_offload.calls import TICKET, Operands, run_split, run_whole
 from jax_mlp_offload.plan import Plan
 from jax_mlp_offload.replicas import Part
 from jax_mlp_offload.shardings import Layout, explicit_part
 
 Array = jax.Array
-_TICKET = jax.ShapeDtypeStruct((1,), jnp.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Program:
       parts: what the plan counts as leaves.
       reads_params: by bucket, whether its op gets the params.
       layout: where the leaves lie.
+      split: whether the devices are accelerators.
     """
 
     store: int
@@ -47,6 +51,7 @@ class Program:
     parts: tuple[Part, ...]
     reads_params: tuple[bool, ...]
     layout: Layout
+    split: bool = False
 
     def make(self) -> Callable[[Array, Array, list[Array], list[Array]], tuple[Array, list[Array | None]]]:
         """A jitted function (ticket, hyper, grads, params) -> (ticket, results).
@@ -99,39 +104,28 @@ class Program:
         self, ticket: Array, hyper: Array, grads: dict[int, Array], params: dict[int, Array]
     ) -> tuple[Array, dict[int, Array]]:
         """All buckets of one device; the arrays are its shards, by leaf."""
-        tickets: list[Array] = []
-        outs: dict[int, Array] = {}
-        for index, (bucket, reads) in enumerate(zip(self.plan.buckets, self.reads_params, strict=True)):
+        results: dict[int, Array] = {}
+        operands = []
+        for bucket, reads in zip(self.plan.buckets, self.reads_params, strict=True):
             parts = [self.parts[part] for part in bucket.leaves]
             mine = [part.cut([grads[leaf] for leaf in part.leaves]) for part in parts]
             mine_params = [part.cut([params[leaf] for leaf in part.leaves]) for part in parts] if reads else []
             dtype = jnp.dtype(self.plan.leaves[bucket.leaves[0]].dtype)
-            call = jax.ffi.ffi_call(
-                "jmo_update",
-                [_TICKET, *(jax.ShapeDtypeStruct(g.shape, dtype) for g in mine)],
-                has_side_effect=True,
-            )
-            new_ticket, *results = call(
-                ticket,
-                hyper,
-                *mine,
-                *mine_params,
-                store=np.int64(self.store),
-                instance=np.int64(self.instance),
-                bucket=np.int64(index),
-            )
-            tickets.append(new_ticket)
-            for part, result in zip(parts, results, strict=True):
+            operands.append(Operands(mine, mine_params, dtype))
+        run = run_split if self.split else run_whole
+        tickets, outs = run(self.store, self.instance, ticket, hyper, operands)
+        for bucket, out in zip(self.plan.buckets, outs, strict=True):
+            for part, result in zip((self.parts[part] for part in bucket.leaves), out, strict=True):
                 shards = part.join(result, [grads[leaf].shape for leaf in part.leaves])
-                outs.update(zip(part.leaves, shards, strict=True))
+                results.update(zip(part.leaves, shards, strict=True))
         joined = functools.reduce(jnp.maximum, tickets)
-        return self._agree(joined) if self.layout.spans else joined, outs
+        return self._agree(joined) if self.layout.spans else joined, results
 
     def _agree(self, ticket: Array) -> Array:
         """The largest ticket of all processes, which this one's engine is told."""
         axes = self.layout.manual if self.layout.mesh is None else self.layout.mesh.axis_names
         agreed = jax.lax.pmax(ticket, axes)
-        call = jax.ffi.ffi_call("jmo_agree", _TICKET, has_side_effect=True)
+        call = jax.ffi.ffi_call("jmo_agree", TICKET, has_side_effect=True)
         told: Array = call(ticket, agreed, store=np.int64(self.store), instance=np.int64(self.instance))
         return told
 

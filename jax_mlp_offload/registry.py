@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from jax_mlp_offload import errors
 from jax_mlp_offload.engine import Engine
 from jax_mlp_offload.shardings import Given
@@ -29,7 +31,7 @@ class Declared:
 
     leaves: Leaves
     given: Given | None = None  # their shardings, if they are known
-    device: int | None = None  # ordinal of the one device that they lie on, if they are concrete
+    device: jax.Device | None = None  # the one that they lie on, if they are concrete and lie on one
     initial: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)  # shapes of optax's state
     bind: Callable[[Sequence[Any]], Any] | None = dataclasses.field(default=None, compare=False)  # for these params
     order: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)  # among all calls of init

@@ -205,8 +205,8 @@ class Scheduler:
         self._moving[cache] = None
         self._settle()
 
-    def update_done(self, record: Record, adopted_leaves: Sequence[int], now_s: float) -> None:
-        """The kernel has updated a record."""
+    def update_done(self, record: Record, adopted_leaves: Sequence[int], now_s: float, error: _Error = None) -> None:
+        """A record was updated, or (``error``) it may have been in part: an accelerator failed."""
         self._operations.now_s = now_s
         cache = self.devices[record.device]
         operation = record.wanted_by
@@ -215,8 +215,10 @@ class Scheduler:
         cache.updating -= 1
         record.wanted_by, record.void = None, False
         self._use_or_rest(record)
-        if adopted_leaves:
-            owner = self.instances[record.instance]
+        owner = self.instances[record.instance]
+        if error is not None:
+            self._fail(owner, error, operation.serial)
+        elif adopted_leaves:
             self._operations.adopted(operation, [owner.bucket_leaf(record.bucket, leaf) for leaf in adopted_leaves])
         self._operations.updated(operation)
         self._moving[cache] = None

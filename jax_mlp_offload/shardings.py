@@ -37,6 +37,7 @@ class Layout:
       manual: axes that are manual already where the optimizer is called.
       devices: ordinals of this process's devices.
       spans: whether the mesh has devices of other processes.
+      platform: JAX's name of what the devices are.
     """
 
     mesh: Mesh | None
@@ -44,6 +45,7 @@ class Layout:
     devices: tuple[int, ...]
     manual: tuple[str, ...] = ()
     spans: bool = False
+    platform: str = "cpu"
 
     @property
     def wrapped(self) -> tuple[str, ...]:
@@ -224,7 +226,7 @@ def resolve(
     given: Given | None,
     leaves: Sequence[Any],
     paths: Sequence[str],
-    device: int | None,
+    device: jax.Device | None,
 ) -> Layout:
     """Puts together what is known.
 
@@ -233,7 +235,7 @@ def resolve(
       given: from ``specs_of_tree`` or ``specs_of_leaves``, or None.
       leaves: with their shapes.
       paths: their names.
-      device: ordinal of the device that single-device params lie on, if known.
+      device: the one that single-device params lie on, if known.
 
     Raises:
       ValueError: if a mesh was given but no shardings, a spec does not fit its leaf or the mesh, or the mesh cannot be
@@ -248,20 +250,20 @@ def resolve(
                 f"mesh={mesh!r} was given, but not how the params are sharded over it; pass param_specs= (a tree of "
                 "PartitionSpec, PartitionSpec() for what is replicated), or call init with sharded arrays"
             )
-        return Layout(None, (), (_one_device(device),))
+        return _on_one(device)
     if mesh is not None and not _same(mesh, given[0]):
         raise ValueError(f"mesh={mesh!r} was given, but the params lie on {given[0]!r}; pass the mesh that they lie on")
     mesh, specs = given
     if mesh.size == 1:
-        return Layout(None, (), _ordinals(mesh))
+        return Layout(None, (), _ordinals(mesh), platform=_platform(mesh))
     _check_manual(mesh, manual)
     fitted = [
         _fit(tuple(leaf.shape), path, spec, mesh, manual) for leaf, path, spec in zip(leaves, paths, specs, strict=True)
     ]
-    return Layout(mesh, tuple(fitted), _ordinals(mesh), manual, _spans(mesh))
+    return Layout(mesh, tuple(fitted), _ordinals(mesh), manual, _spans(mesh), _platform(mesh))
 
 
-def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...], device: int | None) -> Layout:
+def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...], device: jax.Device | None) -> Layout:
     """Inside a shard_map without ``param_specs``: each device has its own shard."""
     abstract = jax.sharding.get_abstract_mesh()
     if len(manual) < len(abstract.axis_names):
@@ -270,7 +272,7 @@ def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...], device: int | No
             "pass mesh= and param_specs= (over all axes of the mesh), or call it outside"
         )
     if mesh is None and abstract.size == 1:
-        return Layout(None, (), (_one_device(device),), manual)
+        return _on_one(device, manual)
     if mesh is None:
         if abstract.size != jax.device_count():
             raise ValueError(
@@ -278,9 +280,10 @@ def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...], device: int | No
                 "mesh= to it"
             )
         devices = jax.local_devices()
-        return Layout(None, (), tuple(map(ordinal, devices)), manual, len(devices) < jax.device_count())
+        spans = len(devices) < jax.device_count()
+        return Layout(None, (), tuple(map(ordinal, devices)), manual, spans, devices[0].platform)
     _check_manual(mesh, manual)
-    return Layout(mesh, (), _ordinals(mesh), manual, _spans(mesh))
+    return Layout(mesh, (), _ordinals(mesh), manual, _spans(mesh), _platform(mesh))
 
 
 def _check_manual(mesh: Mesh, manual: tuple[str, ...]) -> None:
@@ -358,9 +361,13 @@ def _ordinals(mesh: Mesh) -> tuple[int, ...]:
     return tuple(ordinal(d) for d in mesh.devices.flat if d.process_index == here)
 
 
-def _one_device(device: int | None) -> int:
-    if device is not None:
-        return device
+def _platform(mesh: Mesh) -> str:
+    first: Any = mesh.devices.flat[0]
+    return str(first.platform)
+
+
+def _on_one(device: jax.Device | None, manual: tuple[str, ...] = ()) -> Layout:
+    """On this device; None: on JAX's default one."""
     default = getattr(jax.config, "jax_default_device", None)
-    chosen = default if isinstance(default, jax.Device) else jax.local_devices()[0]
-    return ordinal(chosen)
+    chosen = device or (default if isinstance(default, jax.Device) else jax.local_devices()[0])
+    return Layout(None, (), (ordinal(chosen),), manual, platform=chosen.platform)

@@ -40,6 +40,7 @@ def collect(engine: Engine) -> dict[str, Any]:
         "slot_bytes": slot_bytes,
         "host_bytes": slots * slot_bytes,
         "tiers": tiers,
+        "devices": engine.devices.stats(),
         "optimizers": {
             instance.name: {
                 "steps": instance.steps,

@@ -22,6 +22,7 @@ from jax_mlp_offload.snapshots.taking import Snapshots, local_path
 from jax_mlp_offload.stats import collect
 from jax_mlp_offload.tiers import TierLike, as_tiers
 from jax_mlp_offload.types import Order
+from jax_mlp_offload.update_on import UpdateOn
 
 _MOST_THREADS = 1024
 _engines: set[Engine] = set()  # that are open, also where the store was dropped without close
@@ -45,6 +46,9 @@ class Store(Registry):
         own ``tiers.json``, if there is one; else a short probe runs in the background of the first step.
       kernel_threads: threads of the fused update; None: one a core.
       deadline_s: how long storage may take for one record before its updates fail, in seconds.
+      update_on: where updates run whose params are on a GPU: ``"host"`` (the host's kernels; gradients and params come to
+        them), ``"device"`` (a kernel of the GPU's, which reads and writes the state in pinned host memory), or ``"auto"``:
+        what measured bandwidths of link and kernel make faster. The bits are the same.
       snapshot_every: updates between two snapshots that the store takes by itself, beside training; the newest two are
         kept. They hold no params: they are for going on after a failed update with the params that are alive. With n the
         moments are then up to n steps old; remainders of bfloat16 params that no longer match are dropped, with the usual
@@ -70,6 +74,7 @@ class Store(Registry):
         profile: ProfileLike | None = None,
         kernel_threads: int | None = None,
         deadline_s: float = 600.0,
+        update_on: str = "auto",
         snapshot_every: int | None = None,
         snapshot_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -98,11 +103,24 @@ class Store(Registry):
             raise ValueError(f"order={order!r} is unknown; use one of {', '.join(orders)}")
         if versions != 1:
             raise ValueError(f"versions={versions!r}: this version keeps one version of the state; use versions=1")
+        places = [place.value for place in UpdateOn]
+        if update_on not in places:
+            raise ValueError(f"update_on={update_on!r} is unknown; use one of {', '.join(places)}")
         access = Access.of(exclusive)
         if not isinstance(deadline_s, (int, float)) or not 0 < deadline_s <= 1e8:
             raise ValueError(f"deadline_s={deadline_s!r} must be a positive number of seconds, 1e8 at most")
         super().__init__(
-            Engine(files, host_bytes, subgroup_elements, Order(order), kernel_threads, deadline_s, access, profile)
+            Engine(
+                files,
+                host_bytes,
+                subgroup_elements,
+                Order(order),
+                kernel_threads,
+                deadline_s,
+                access,
+                profile,
+                UpdateOn(update_on),
+            )
         )
         self._snapshots = Snapshots(self)
         if snapshot_every is not None and snapshots_to is not None:
@@ -134,8 +152,12 @@ class Store(Registry):
           ``steps`` (updates of all optimizers), ``hits`` and ``misses`` (records found in memory, or read from a tier) and
           ``hit_rate``, ``bytes_read`` and ``bytes_written`` (of all tiers), ``skipped_steps``, ``adopted_steps``,
           ``records``, ``record_bytes_total``, ``slots``, ``slot_bytes`` and ``host_bytes`` (bytes), ``optimizers`` by name
-          (``steps``, ``skipped_steps``, ``adopted_steps``, and ``failed``: the first cause, or None), ``snapshots``, and
-          ``tiers``, a dict each.
+          (``steps``, ``skipped_steps``, ``adopted_steps``, and ``failed``: the first cause, or None), ``snapshots``,
+          ``devices`` (GPUs) and ``tiers``, a dict each.
+
+          Of a GPU: ``ordinal``, ``update_on`` (what was chosen), ``bytes_to_host`` and ``bytes_to_device`` (gradients,
+          params and results), ``to_host_busy_s``, ``to_device_busy_s`` and ``on_device_busy_s`` (seconds with any such
+          copy, or update of its own, under way).
 
           ``snapshots`` has ``taken``, ``skipped`` (the one before was still being written), ``failed``, ``last`` (path) and
           ``seconds`` (of the last). Of a tier:

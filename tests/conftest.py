@@ -7,12 +7,26 @@ import gc
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+DEVICES = 8
+LONGEST_DELAY_US = 100  # of an emulated accelerator's operations
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--platform", choices=("cpu", "cuda"), default="cpu", help="where the tests' arrays are")
+    parser.addoption(
+        "--emulate",
+        type=int,
+        default=None,
+        metavar="SEED",
+        help="have stores take the CPU's devices for accelerators, emulated with delays from this seed",
+    )
     parser.addoption("--slow", action="store_true", help="run tests that take more than a minute or much memory")
     parser.addoption("--replay-seed", type=int, default=None, help="run only this seed of the scheduler's simulation")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    jax.config.update("jax_platforms", config.getoption("--platform"))
+    jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -21,6 +35,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="takes long or much memory; run with --slow"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _emulated(request: pytest.FixtureRequest):
+    """The whole session on emulated accelerators, if that is asked for."""
+    from jax_mlp_offload import accelerators
+
+    seed = request.config.getoption("--emulate")
+    if seed is None:
+        yield
+        return
+    with accelerators.emulate(DEVICES, seed, LONGEST_DELAY_US):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,12 +12,17 @@ Engine::Engine(int kernel_threads) : kernels_(std::make_unique<KernelPool>(kerne
 
 Engine::~Engine() { close(); }
 
-Status Engine::add_slots(size_t count, size_t slot_size) {
-  auto arena = std::make_unique<Slots>(count, slot_size, kernels_->threads());
+Status Engine::add_slots(size_t count, size_t slot_size, int numa_node) {
+  auto arena = std::make_unique<Slots>(count, slot_size, kernels_->threads(), numa_node);
   if (!arena->status().ok()) return arena->status();
   std::lock_guard<std::mutex> lock(mutex_);
   arenas_.push_back(std::move(arena));
   return Status();
+}
+
+void Engine::keep(std::shared_ptr<void> companion) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  kept_.push_back(std::move(companion));
 }
 
 char* Engine::slot(size_t index) const {
@@ -54,9 +59,16 @@ void Engine::post(const IoResult& result) {
   push(std::move(event));
 }
 
-void Engine::add_device(int64_t ordinal) {
+void Engine::add_device(int64_t ordinal, std::shared_ptr<Accelerator> accelerator) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (devices_.count(ordinal) == 0) devices_[ordinal] = std::make_unique<Worker>();
+  if (devices_.count(ordinal) != 0) return;
+  devices_[ordinal] = {std::make_unique<Worker>(), std::move(accelerator)};
+}
+
+std::shared_ptr<Accelerator> Engine::accelerator(int64_t ordinal) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = devices_.find(ordinal);
+  return found == devices_.end() ? nullptr : found->second.accelerator;
 }
 
 Status Engine::add_bucket(int64_t instance, int64_t bucket, BucketSpec spec) {
@@ -93,7 +105,7 @@ Status Engine::submit(Request request) {
   event.ticket = request.ticket;
   const auto spec = bucket(request.instance, request.bucket);
   if (!spec) return Status(Code::kInvalid, "there is no bucket " + std::to_string(request.bucket));
-  for (size_t leaf = 0; leaf < request.leaves.size(); ++leaf)
+  for (size_t leaf = 0; request.accelerator == nullptr && leaf < request.leaves.size(); ++leaf)
     advise_huge_pages(request.leaves[leaf].out, spec->leaves[leaf].elements * size_of(spec->rule.param));
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -200,24 +212,41 @@ Status Engine::update(uint64_t request_id, int64_t subgroup, char* memory, bool 
   std::vector<int64_t> leaf_of_segment;
   UpdateJob job = make_job(*request, *spec, spec->subgroups.at(subgroup), memory, &leaf_of_segment);
   job.fresh = fresh;
-  kernels_->submit(std::move(job), [this, token, leaves = std::move(leaf_of_segment)](UpdateResult result) {
+  const auto done = [this, token, leaves = std::move(leaf_of_segment)](const UpdateResult& result) {
     Event event;
     event.kind = EventKind::kUpdated;
     event.token = token;
+    event.status = result.status;
     event.start_s = result.start_s;
     event.end_s = result.end_s;
     for (size_t i = 0; i < leaves.size(); ++i)
       if (result.adopted_cells[i] > 0) event.adopted_leaves.push_back(leaves[i]);
     push(std::move(event));
-  });
+  };
+  if (request->accelerator != nullptr) {
+    request->accelerator->update(std::move(job), done);
+  } else {
+    kernels_->submit(std::move(job), done);
+  }
   return Status();
 }
 
 Status Engine::hand_back(uint64_t request_id) {
   Request* request = find(request_id);
   if (!request) return no_request(request_id);
+  const auto handed_back = [this, request_id] {
+    Event event;
+    event.kind = EventKind::kHandedBack;
+    event.token = request_id;
+    push(std::move(event));
+  };
+  if (request->accelerator != nullptr) {
+    *request->handed_back = true;
+    handed_back();
+    return Status();
+  }
   const auto spec = bucket(request->instance, request->bucket);
-  kernels_->run([this, request, spec, request_id] {
+  kernels_->run([request, spec, handed_back] {
     for (size_t leaf = 0; leaf < request->leaves.size(); ++leaf) {
       const LeafBuffers& buffers = request->leaves[leaf];
       const size_t bytes = spec->leaves[leaf].elements * size_of(spec->rule.param);
@@ -227,10 +256,7 @@ Status Engine::hand_back(uint64_t request_id) {
         std::memcpy(buffers.out, buffers.param, bytes);
       }
     }
-    Event event;
-    event.kind = EventKind::kHandedBack;
-    event.token = request_id;
-    push(std::move(event));
+    handed_back();
   });
   return Status();
 }
@@ -241,7 +267,7 @@ void Engine::end(uint64_t request_id, Status status) {
   if (found == requests_.end()) return;
   std::shared_ptr<Request> request(std::move(found->second));
   requests_.erase(found);
-  devices_.at(request->device)->run([request, status] { request->finish(status); });
+  devices_.at(request->device).completions->run([request, status] { request->finish(status); });
 }
 
 Status Engine::complete(uint64_t request_id, uint32_t ticket) {
@@ -259,7 +285,15 @@ Status Engine::fail(uint64_t request_id, const std::string& message) {
 }
 
 void Engine::fail_all(const std::string& message) {
-  kernels_->close();  // XLA takes its buffers back below: what works on them has to end first
+  // XLA takes its buffers back below: what works on them has to end first.
+  std::vector<std::shared_ptr<Accelerator>> accelerators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& device : devices_)
+      if (device.second.accelerator) accelerators.push_back(device.second.accelerator);
+  }
+  for (const auto& accelerator : accelerators) accelerator->close();
+  kernels_->close();
   std::vector<uint64_t> open;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -281,7 +315,7 @@ void Engine::close() {
   }
   for (auto& tier : tiers_) tier->close();
   fail_all("jax_mlp_offload: the store of this program was closed while it ran");
-  for (auto& device : devices_) device.second->close();
+  for (auto& device : devices_) device.second.completions->close();
 }
 
 namespace {

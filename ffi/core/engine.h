@@ -63,6 +63,17 @@ struct LeafBuffers {
   void* out = nullptr;
 };
 
+// What updates subgroups whose gradients, params and results lie on an accelerator (ffi/device).
+class Accelerator {
+ public:
+  virtual ~Accelerator() = default;
+  // As KernelPool::submit, for segments whose `grad`, `param` and `out` lie on the device. Moved there or
+  // here, they may fail: see UpdateResult.
+  virtual void update(UpdateJob job, KernelPool::Done done) = 0;
+  // Ends what was given to it, and takes no more; the kernels still run. Idempotent.
+  virtual void close() = 0;
+};
+
 struct Request {
   int64_t instance = 0;
   int64_t bucket = 0;
@@ -72,6 +83,8 @@ struct Request {
   const float* hyper = nullptr;
   std::vector<LeafBuffers> leaves;
   uint32_t* ticket_out = nullptr;
+  Accelerator* accelerator = nullptr;  // where the leaves' buffers lie; null: here
+  bool* handed_back = nullptr;  // of an accelerator: set where old params or zeros are to be put in later
   std::function<void(const Status&)> finish;  // completes the promise; runs on the device's completion thread
 };
 
@@ -100,8 +113,11 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // More slots, numbered on from those there are. Allocates and touches memory: for set-up, never in a step.
-  Status add_slots(size_t count, size_t slot_size);
+  // On this NUMA node, if the system allows it (-1: any).
+  Status add_slots(size_t count, size_t slot_size, int numa_node = -1);
   char* slot(size_t index) const;  // null where there is none
+  // Has it live as long as the slots, and no longer (what pins them).
+  void keep(std::shared_ptr<void> companion);
   size_t slot_count() const;
   int add_tier(const TierOptions& options);
   bool direct_in_use(int tier) const { return tiers_.at(tier)->direct_in_use(); }
@@ -109,7 +125,10 @@ class Engine {
   void set_exclusive(int tier, bool on) { tiers_.at(tier)->set_exclusive(on); }
   TurnStats turns(int tier, bool is_write) const { return tiers_.at(tier)->turns(is_write); }
   std::string turn_error(int tier) const { return tiers_.at(tier)->turn_error(); }
-  void add_device(int64_t ordinal);
+  // Without an accelerator the device's buffers are host memory.
+  void add_device(int64_t ordinal, std::shared_ptr<Accelerator> accelerator = nullptr);
+  std::shared_ptr<Accelerator> accelerator(int64_t ordinal) const;  // null where there is none
+  KernelPool& kernels() { return *kernels_; }
   Status add_bucket(int64_t instance, int64_t bucket, BucketSpec spec);
 
   // Queues the request, if its bucket and device are known (its operands are the handler's to check).
@@ -151,8 +170,13 @@ class Engine {
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
   uint64_t next_request_ = 1;
   std::map<std::pair<int64_t, int64_t>, std::shared_ptr<const BucketSpec>> buckets_;
-  std::map<int64_t, std::unique_ptr<Worker>> devices_;
+  struct Device {
+    std::unique_ptr<Worker> completions;
+    std::shared_ptr<Accelerator> accelerator;
+  };
+  std::map<int64_t, Device> devices_;
   std::vector<std::unique_ptr<Slots>> arenas_;
+  std::vector<std::shared_ptr<void>> kept_;  // after the arenas, so that it goes before them
   std::vector<std::unique_ptr<TierIo>> tiers_;
   std::unique_ptr<KernelPool> kernels_;
   bool closed_ = false;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "ffi/core/status.h"
 #include "ffi/core/update.h"
 
 namespace jmo {
@@ -22,6 +23,7 @@ struct UpdateJob {
 };
 
 struct UpdateResult {
+  Status status;                       // not ok only where operands had to be moved
   std::vector<int64_t> adopted_cells;  // per segment
   double start_s = 0;
   double end_s = 0;

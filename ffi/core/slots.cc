@@ -74,7 +74,7 @@ std::string describe(size_t count, size_t slot_size) {
 
 }  // namespace
 
-Slots::Slots(size_t count, size_t slot_size, int touch_threads) {
+Slots::Slots(size_t count, size_t slot_size, int touch_threads, int numa_node) {
   if (count == 0) {
     slot_size_ = slot_size;
     return;
@@ -104,6 +104,7 @@ Slots::Slots(size_t count, size_t slot_size, int touch_threads) {
   if (head < kHugePage) (void)syscalls().munmap(raw + head + size, kHugePage - head);
   char* base = raw + head;
   (void)syscalls().madvise(base, size, MADV_HUGEPAGE);  // advice: refused where the kernel has none
+  if (numa_node >= 0) (void)syscalls().prefer_node(base, size, numa_node);  // likewise
   if (const int error = populate_in_parallel(base, size, touch_threads); error != 0) {
     (void)syscalls().munmap(base, size);
     status_ = errno_status(what, error);

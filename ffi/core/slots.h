@@ -12,7 +12,8 @@ class Slots {
  public:
   // `slot_size` is a multiple of 4096. On failure the object is empty and status() says why (with the bytes
   // asked for).
-  Slots(size_t count, size_t slot_size, int touch_threads);
+  // The pages come from `numa_node` while it has any (-1, or where the kernel knows no nodes: from any).
+  Slots(size_t count, size_t slot_size, int touch_threads, int numa_node = -1);
   ~Slots();
   Slots(const Slots&) = delete;
   Slots& operator=(const Slots&) = delete;

@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -52,6 +53,17 @@ void* SyscallHooks::mmap(size_t size) {
 }
 int SyscallHooks::munmap(void* memory, size_t size) { return ::munmap(memory, size); }
 int SyscallHooks::madvise(void* memory, size_t size, int advice) { return ::madvise(memory, size, advice); }
+int SyscallHooks::prefer_node(void* memory, size_t size, int node) {
+  constexpr int kPreferred = 1;  // MPOL_PREFERRED; libnuma is not everywhere
+  constexpr size_t kBits = 8 * sizeof(unsigned long), kNodes = 1024;
+  if (node < 0 || static_cast<size_t>(node) >= kNodes) {
+    errno = EINVAL;
+    return -1;
+  }
+  unsigned long nodes[kNodes / kBits] = {};
+  nodes[node / kBits] = 1ul << (node % kBits);
+  return static_cast<int>(::syscall(SYS_mbind, memory, size, kPreferred, nodes, kNodes + 1, 0));
+}
 
 void install_syscall_hooks(SyscallHooks* hooks) { installed_hooks.store(hooks, std::memory_order_release); }
 

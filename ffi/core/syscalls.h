@@ -45,6 +45,7 @@ class SyscallHooks {
   virtual void* mmap(size_t size);                             // anonymous, private, readable and writable
   virtual int munmap(void* memory, size_t size);
   virtual int madvise(void* memory, size_t size, int advice);
+  virtual int prefer_node(void* memory, size_t size, int node);  // mbind(MPOL_PREFERRED)
 };
 
 // Process-wide; null (as in production) for the real calls. The caller keeps the object alive until it is

@@ -18,6 +18,8 @@
 #include "ffi/core/engine.h"
 #include "ffi/core/fault.h"
 #include "ffi/core/syscalls.h"
+#include "ffi/python/device.h"
+#include "ffi/python/errors.h"
 #include "ffi/xla/handlers.h"
 
 namespace nb = nanobind;
@@ -30,12 +32,6 @@ using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::dev
 using Leaf = std::pair<int64_t, bool>;
 using Range = std::pair<int64_t, int64_t>;
 
-void raise_if(const Status& status) {
-  if (status.ok()) return;
-  if (status.code() == Code::kInvalid) throw std::invalid_argument(status.message());
-  throw std::runtime_error(status.message());
-}
-
 // As OSError with its errno, so that Python names its subclass.
 void raise_os_error_if(const Status& status) {
   if (status.ok()) return;
@@ -47,7 +43,7 @@ void raise_os_error_if(const Status& status) {
 
 // (kind, token, instance, bucket, device, run_id, ticket, skip)          kArrived
 // (kind, token, error, errno, crc, size, start_s, end_s, free_bytes)     kRead, kWritten
-// (kind, token, start_s, end_s, adopted leaves)                          kUpdated
+// (kind, token, start_s, end_s, adopted leaves, error)                   kUpdated
 // (kind, mine, instance, device, ticket)                                 kAgreed
 // (kind, token)                                                          kHandedBack, kWoken
 nb::tuple event_tuple(const Event& event) {
@@ -61,7 +57,8 @@ nb::tuple event_tuple(const Event& event) {
       return nb::make_tuple(kind, event.token, event.status.message(), event.status.error_number(), event.crc,
                             event.size, event.start_s, event.end_s, event.free_bytes);
     case EventKind::kUpdated:
-      return nb::make_tuple(kind, event.token, event.start_s, event.end_s, event.adopted_leaves);
+      return nb::make_tuple(kind, event.token, event.start_s, event.end_s, event.adopted_leaves,
+                            event.status.message());
     case EventKind::kAgreed:
       return nb::make_tuple(kind, event.token, event.instance, event.device, event.ticket);
     default:
@@ -174,7 +171,7 @@ void bind_engine(nb::module_& m) {
       .def("direct_in_use", &Engine::direct_in_use)
       .def("set_exclusive", &Engine::set_exclusive, nb::arg("tier"), nb::arg("on"))
       .def("turns", &turns, nb::arg("tier"))
-      .def("add_device", &Engine::add_device)
+      .def("add_device", [](Engine& engine, int64_t ordinal) { engine.add_device(ordinal); })
       .def("add_bucket", &add_bucket)
       .def("wait", &wait, nb::arg("timeout_s"), nb::arg("most"))
       .def("wake", &Engine::wake)
@@ -308,13 +305,23 @@ NB_MODULE(_native, m) {
   m.attr("ADAM_HYPER_COUNT") = static_cast<int>(kAdamHyperCount);
   m.attr("SGD_HYPER_COUNT") = static_cast<int>(kSgdHyperCount);
   m.def("registrations", [] {
-    nb::dict targets;
-    targets["jmo_update"] = nb::capsule(reinterpret_cast<void*>(jmo_update_cpu));
-    targets["jmo_agree"] = nb::capsule(reinterpret_cast<void*>(jmo_agree_cpu));
-    return targets;
+    const auto capsule = [](auto* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); };
+    nb::dict cpu, cuda;
+    cpu["jmo_update"] = capsule(jmo_update_cpu);
+    cpu["jmo_agree"] = capsule(jmo_agree_cpu);
+    cpu["jmo_push"] = capsule(jmo_push_cpu);
+    cpu["jmo_pull"] = capsule(jmo_pull_cpu);
+    cuda["jmo_agree"] = capsule(jmo_agree_cuda);
+    cuda["jmo_push"] = capsule(jmo_push_cuda);
+    cuda["jmo_pull"] = capsule(jmo_pull_cuda);
+    nb::dict platforms;
+    platforms["cpu"] = cpu;
+    platforms["CUDA"] = cuda;
+    return platforms;
   });
   bind_engine(m);
   bind_tools(m);
+  bind_devices(m);
 }
 
 }  // namespace

@@ -4,29 +4,7 @@
 // elements. Included by run.inl only, inside namespace jmo::kernels::JMO_ISA. Thread contract: pure
 // functions.
 
-// ---- the hash of a cell
-
-// A block's sum, after NH (Black et al., UMAC, CRYPTO 1999): each param is added to the key of its place, and
-// each four make one product, (first two) * (last two), of 32-bit words. So one changed param changes the sum
-// unless the other word is 0, and what several changes do to it depends on their places and on their
-// neighbours: neither signs, exponents nor exchanged params cancel. Its products are summed modulo 2^64, in
-// any order.
-struct Keys {
-  alignas(64) uint16_t of[kBlock];
-  constexpr Keys() : of() {
-    uint64_t state = 0;
-    for (int i = 0; i < kBlock;) {  // splitmix64
-      uint64_t word = state += 0x9E3779B97F4A7C15u;
-      word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
-      word = (word ^ word >> 27) * 0x94D049BB133111EBu;
-      of[i] = static_cast<uint16_t>(word >> 40);
-      // Two that differ, or a word of two equal params might be 0.
-      if (i % 2 == 0 || of[i] != of[i - 1]) ++i;
-    }
-  }
-};
-constexpr Keys kKeys;
-constexpr int kGroup = 4;
+// ---- the hash of a cell (scalar.inl)
 
 JMO_INLINE VLong products(VHalves keyed) {
   const VLong words = reinterpret_cast<VLong>(keyed);
@@ -50,16 +28,6 @@ JMO_INLINE uint64_t total(VLong sums) {
   return sum;
 }
 
-// What is known of params that are summed. All that XLA may flush counts as +0, and every NaN as one: neither
-// tells that a param was replaced.
-enum class Form { kAny, kNumbers, kCanonical };
-
-template <Form kForm>
-JMO_INLINE uint16_t keyed(uint16_t bits, uint16_t exponent_mask, uint16_t key) {
-  if (kForm != Form::kCanonical && (bits & exponent_mask) == 0) bits = 0;
-  if (kForm == Form::kAny && (bits & 0x7FFF) > exponent_mask) bits = 0x7FFF;
-  return static_cast<uint16_t>(bits + key);
-}
 template <Form kForm>
 JMO_INLINE VHalves keyed(VHalves bits, VHalves exponent_mask, VHalves key) {
   if constexpr (kForm == Form::kCanonical) return bits + key;
@@ -79,7 +47,7 @@ JMO_INLINE VHalves keyed(VHalves bits, VHalves exponent_mask, VHalves key) {
 // The sum over `n` params of a block, of which the first has place `at`, a multiple of kGroup.
 template <Form kForm>
 uint64_t sum_params(const u16u* params, DType type, int at, int n) {
-  const uint16_t exponent_mask = type == DType::kBF16 ? 0x7F80 : 0x7C00;
+  const uint16_t exponent_mask = exponent_mask_of(type);
   const VHalves masks = VHalves{} + exponent_mask;
   VLong sums{};
   int i = 0;
@@ -93,24 +61,10 @@ uint64_t sum_params(const u16u* params, DType type, int at, int n) {
       const uint16_t bits = i + k < n ? params[i + k] : uint16_t{0};
       group[k] = keyed<kForm>(bits, exponent_mask, kKeys.of[at + i + k]);
     }
-    uint32_t words[2];
-    __builtin_memcpy(words, group, sizeof words);
-    sum += uint64_t{words[0]} * words[1];
+    sum += product_of(group);
   }
   return sum;
 }
-
-// What a block adds to the hash of its cell: MurmurHash3's 64-bit finalizer, in which each bit moves all
-// others.
-JMO_INLINE uint32_t share(uint64_t sum, int block) {
-  uint64_t word = sum + static_cast<uint64_t>(block + 1) * 0x9E3779B97F4A7C15u;
-  word = (word ^ word >> 33) * 0xFF51AFD7ED558CCDu;
-  word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53u;
-  return static_cast<uint32_t>(word >> 32);
-}
-
-// A hash that has a value of a meaning of its own (update.h) becomes another one.
-JMO_INLINE uint32_t settled(uint32_t hash) { return hash >= kCellWithoutMasters ? hash - 2 : hash; }
 
 template <Form kForm>
 uint32_t hash_params(const u16u* params, DType type, int n) {

@@ -16,15 +16,6 @@
 // nothing (flags.cmake). Included by run.inl only, inside namespace jmo::kernels::JMO_ISA. Thread contract:
 // pure functions.
 
-struct Divisor {
-  float value, reciprocal;
-};
-
-// With 1/c at least 1, no quotient is tiny unless its dividend is.
-JMO_INLINE bool is_divisor(float c) { return c >= 0x1p-30f && c <= 1.0f; }
-
-JMO_INLINE float quotient(float x, const Divisor& c) { return x / c.value; }
-
 #if defined(__AVX512F__) || defined(__FMA__)
 constexpr bool kMultiplies = true;
 JMO_INLINE VFloat quotient(VFloat x, const Divisor& c) {

@@ -5,6 +5,7 @@
 set(jmo_kernel_flags -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math)
 set(jmo_kernels ${CMAKE_CURRENT_LIST_DIR})
 set_source_files_properties(${jmo_kernels}/run_baseline.cc ${jmo_kernels}/../update.cc
+  ${jmo_kernels}/../../device/cell_update.cc
   PROPERTIES COMPILE_OPTIONS "${jmo_kernel_flags}")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set_source_files_properties(${jmo_kernels}/run_avx2.cc

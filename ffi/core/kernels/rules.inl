@@ -1,9 +1,7 @@
-// The arithmetic of the rules over one block of widened operands, exactly as optax 0.2.8 does it under jit:
-// these operations in this order, each rounded to f32.
+// The rules over one block of widened operands.
 //
-// What always holds: a moment may be updated in place (mu_out == mu); the moments that go into `update` are
-// those before any rounding to their storage type. Included by run.inl only, inside namespace
-// jmo::kernels::JMO_ISA. Thread contract: pure functions.
+// What always holds: a moment may be updated in place (mu_out == mu). Included by run.inl only, inside
+// namespace jmo::kernels::JMO_ISA. Thread contract: pure functions.
 
 struct Operands {
   const f32u* grad;
@@ -14,56 +12,6 @@ struct Operands {
   f32u* nu_out;
   float* update;
 };
-
-// The hyperparameters of Adam, in registers for the length of a loop.
-struct AdamFactors {
-  float neg_lr, decay, b1, one_minus_b1, b1_param, b2, one_minus_b2, eps, eps_root;
-  Divisor correction1, correction2, next_correction1;
-  bool divides;  // whether divide.inl can divide by the corrections that are used
-};
-
-AdamFactors adam_factors(const float* hyper, bool nesterov) {
-  const float c1 = hyper[kBiasCorrection1], c2 = hyper[kBiasCorrection2];
-  const float c3 = nesterov ? hyper[kNextBiasCorrection1] : c1;
-  return {hyper[kNegLr],
-          hyper[kWeightDecay],
-          hyper[kB1],
-          hyper[kOneMinusB1],
-          hyper[kB1Param],
-          hyper[kB2],
-          hyper[kOneMinusB2],
-          hyper[kEps],
-          hyper[kEpsRoot],
-          {c1, 1.0f / c1},
-          {c2, 1.0f / c2},
-          {c3, 1.0f / c3},
-          kMultiplies && is_divisor(c1) && is_divisor(c2) && is_divisor(c3)};
-}
-
-// optax.scale_by_adam, add_decayed_weights, scale_by_learning_rate, in four steps.
-template <typename Float>
-struct Moments {
-  Float mu, nu;
-};
-template <typename Float>
-JMO_INLINE Moments<Float> moved(const AdamFactors& h, Float g, Float mu, Float nu) {
-  return {h.one_minus_b1 * g + h.b1 * mu, h.one_minus_b2 * (g * g) + h.b2 * nu};
-}
-template <bool kNesterov, typename Float>
-JMO_INLINE Float corrected_mu(const AdamFactors& h, Float g, Float mu) {
-  if constexpr (!kNesterov) return quotient(mu, h.correction1);
-  return h.b1_param * quotient(mu, h.next_correction1) + h.one_minus_b1 * quotient(g, h.correction1);
-}
-template <typename Float>
-JMO_INLINE Float corrected_root(const AdamFactors& h, Float nu) {
-  return root(quotient(nu, h.correction2) + h.eps_root);
-}
-template <bool kDecay, typename Float>
-JMO_INLINE Float update_of(const AdamFactors& h, Float mu_hat, Float nu_root, Float master) {
-  Float u = mu_hat / (nu_root + h.eps);
-  if constexpr (kDecay) u = u + h.decay * master;
-  return h.neg_lr * u;
-}
 
 // Of what is divided by a correction: the smallest of each lane, for are_dividends, and the test that lets
 // zeros pass.
@@ -103,7 +51,7 @@ void adam(const AdamFactors& factors, const Operands& operands, int n) {
   const Operands in = operands;
   const VUint large = large_bits();
   int i = 0;
-  for (; h.divides && i + kLanes <= n; i += kLanes) {
+  for (; kMultiplies && h.divides && i + kLanes <= n; i += kLanes) {
     const VFloat g = load(in.grad + i);
     const Moments<VFloat> next = moved(h, g, load(in.mu + i), load(in.nu + i));
     const VFloat mu_hat = corrected_mu<kNesterov>(h, g, next.mu), nu_root = corrected_root(h, next.nu);
@@ -141,8 +89,8 @@ void sgd_momentum(const float* hyper, const Operands& in, int n) {
   JMO_LOOP
   for (int i = 0; i < n; ++i) {
     const float g = grad[i];
-    const float trace = g + momentum * mu_in[i];
-    const float u = kNesterov ? g + momentum * trace : trace;
+    const float trace = traced<float>(momentum, g, mu_in[i]);
+    const float u = kNesterov ? traced(momentum, g, trace) : trace;
     mu_out[i] = canonical(trace);
     update[i] = canonical(neg_lr * u);
   }

@@ -20,7 +20,6 @@
 #include <immintrin.h>
 #endif
 
-#define JMO_INLINE inline __attribute__((always_inline))
 #if defined(__clang__)
 #define JMO_LOOP _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -30,13 +29,13 @@
 namespace jmo::kernels::JMO_ISA {
 namespace {
 
-constexpr int kBlock = 512;
-
 // clang-format off: each uses the ones before it
+#include "ffi/core/kernels/scalar.inl"
 #include "ffi/core/kernels/vector.inl"
 #include "ffi/core/kernels/divide.inl"
 #include "ffi/core/kernels/convert.inl"
 #include "ffi/core/kernels/cell.inl"
+#include "ffi/core/kernels/arithmetic.inl"
 #include "ffi/core/kernels/rules.inl"
 #include "ffi/core/kernels/fused.inl"
 // clang-format on

@@ -24,17 +24,6 @@ using VHalves = uint16_t __attribute__((vector_size(kLanes * 4)));
 using VShorts = int16_t __attribute__((vector_size(kLanes * 4)));
 using VLong = uint64_t __attribute__((vector_size(kLanes * 4)));
 
-JMO_INLINE float as_float(uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof value);
-  return value;
-}
-JMO_INLINE uint32_t as_bits(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-JMO_INLINE int32_t as_signed(uint32_t bits) { return static_cast<int32_t>(bits); }
 JMO_INLINE VFloat as_float(VUint bits) { return reinterpret_cast<VFloat>(bits); }
 JMO_INLINE VUint as_bits(VFloat value) { return reinterpret_cast<VUint>(value); }
 
@@ -52,7 +41,6 @@ JMO_INLINE VHalves load(const u16u* from) {
 JMO_INLINE void store(f32u* to, VFloat value) { __builtin_memcpy(to, &value, sizeof value); }
 JMO_INLINE void store(u16u* to, VHalves value) { __builtin_memcpy(to, &value, sizeof value); }
 
-JMO_INLINE float root(float value) { return __builtin_sqrtf(value); }
 JMO_INLINE VFloat root(VFloat value) {
 #if defined(__AVX512F__)
   return _mm512_maskz_sqrt_ps(0xFFFF, value);  // unmasked, GCC 12 warns of an uninitialised operand
