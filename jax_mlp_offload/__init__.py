@@ -8,11 +8,13 @@ from typing import Any
 
 from jax_mlp_offload.apply import apply_updates
 from jax_mlp_offload.errors import (
+    AcceleratorError,
     CheckpointError,
     CheckpointWarning,
     ClosedError,
     CorruptRecordError,
     DeadlineError,
+    DeviceWarning,
     ForeignParamsError,
     ForeignParamsWarning,
     OffloadError,
@@ -29,11 +31,13 @@ from jax_mlp_offload.store import Store
 from jax_mlp_offload.tiers import File, Remote
 
 __all__ = [
+    "AcceleratorError",
     "CheckpointError",
     "CheckpointWarning",
     "ClosedError",
     "CorruptRecordError",
     "DeadlineError",
+    "DeviceWarning",
     "File",
     "ForeignParamsError",
     "ForeignParamsWarning",

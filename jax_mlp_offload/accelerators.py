@@ -18,23 +18,6 @@ from typing import Any
 
 from jax_mlp_offload import native
 
-CALLS = (
-    "pin",
-    "make_stream",
-    "make_event",
-    "copy_to_host",
-    "copy_to_device",
-    "copy_on_device",
-    "set_zero",
-    "set_u32",
-    "update",
-    "record",
-    "wait",
-    "wait_on_host",
-    "any",
-)
-"""Names of ``EmulatedCall`` in ``ffi/device/emulated.h``, in its order."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accelerator:
@@ -58,7 +41,7 @@ class EmulatedFailure:
     """The ``nth`` call of a kind on a device fails (from 0; -1: every one).
 
     Attributes:
-      call: of ``CALLS``.
+      call: name of a call of ``DeviceRuntime`` (``ffi/device/runtime.h``) that can fail, or ``any``.
       device: on which one.
       nth: which call.
       later: when the stream gets there, so that everything on the device fails from then on; else the call itself.
@@ -100,8 +83,8 @@ def emulate(
     if devices < 1:
         raise ValueError(f"devices={devices}: emulate at least one")
     for failure in failures:
-        if failure.call not in CALLS:
-            raise ValueError(f"call={failure.call!r} is unknown; use one of {', '.join(CALLS)}")
+        if failure.call not in native.EMULATED_CALLS:
+            raise ValueError(f"call={failure.call!r} is unknown; use one of {', '.join(native.EMULATED_CALLS)}")
     _emulation.append(_Emulation(devices, seed, longest_delay_us, tuple(failures)))
     try:
         yield
@@ -114,7 +97,7 @@ def emulated() -> Accelerator | None:
     if not _emulation:
         return None
     wanted = _emulation[-1]
-    failures = [(CALLS.index(f.call), f.device, f.nth, f.later) for f in wanted.failures]
+    failures = [(native.EMULATED_CALLS[f.call], f.device, f.nth, f.later) for f in wanted.failures]
     seed = wanted.seed + next(_made)
     return Accelerator(native.emulated_runtime(wanted.devices, seed, wanted.longest_delay_us, failures), wanted.devices)
 

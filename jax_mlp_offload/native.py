@@ -29,6 +29,9 @@ RULES = {"adam": 0, "sgd": 1}
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Numbers of ``DType`` in ``ffi/core/dtype.h``."""
 
+EMULATED_CALLS: dict[str, int] = _native.EMULATED_CALLS
+"""Calls of an emulated accelerator that can fail, and their numbers."""
+
 crc32c = _native.crc32c
 read_file = _native.read_file
 write_file = _native.write_file

@@ -1,12 +1,12 @@
-// The fused update as a device does it: a cell at a time, element by element (cell_update.inl), here on the
-// host, for the emulated device and for tests. CUDA's kernel (ffi/cuda/update.cu) is the same code.
+// The fused update as a device does it: a cell at a time, element by element (cell_update.inl). Here in loops
+// on the host, for the emulated device and for tests; CUDA's kernel (ffi/cuda/kernels.cu) is the same code.
 //
-// What always holds: the bits are those of update_run (ffi/core/update.h), whatever the rule and the types. A
-// cell reads and writes nothing outside its elements but its hash and its segment's count of adopted cells.
-// Results go to `out`, which may begin where `grad` does, or overlap it, only where both have elements of one
-// size and begin at the same byte: an element's result then takes the place of its own gradient. Otherwise
-// they must not overlap. Thread contract: may be called from many threads at once, over different segments.
-// On the calling thread denormals must be flushed (set_flush_denormals), as for update_run.
+// What always holds: the bits are those of update_run (ffi/core/update.h), whatever the rule and the types.
+// Of a segment nothing is read or written but its elements, its cells and its count of adopted cells.
+// Elements lie at multiples of their size. Results may take the place of gradients of the same size, if both
+// begin at the same byte; otherwise they must not overlap. Thread contract: may be called from many threads
+// at once, over different segments. On the calling thread denormals must be flushed (set_flush_denormals), as
+// for update_run.
 #pragma once
 
 #include "ffi/device/runtime.h"

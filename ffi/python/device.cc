@@ -116,6 +116,25 @@ void bind_devices(nb::module_& m) {
       .def_prop_ro("name", [](const DeviceRuntime& runtime) { return std::string(runtime.name()); })
       .def("devices", &count)
       .def("numa_node", &DeviceRuntime::numa_node, nb::arg("device"));
+  const std::pair<const char*, EmulatedCall> calls[] = {
+      {"pin", EmulatedCall::kPin},
+      {"make_memory", EmulatedCall::kMakeMemory},
+      {"make_stream", EmulatedCall::kMakeStream},
+      {"make_event", EmulatedCall::kMakeEvent},
+      {"copy_to_host", EmulatedCall::kCopyToHost},
+      {"copy_to_device", EmulatedCall::kCopyToDevice},
+      {"copy_on_device", EmulatedCall::kCopyOnDevice},
+      {"set_zero", EmulatedCall::kSetZero},
+      {"set_u32", EmulatedCall::kSetU32},
+      {"update", EmulatedCall::kUpdate},
+      {"record", EmulatedCall::kRecord},
+      {"wait", EmulatedCall::kWait},
+      {"wait_on_host", EmulatedCall::kWaitOnHost},
+      {"any", EmulatedCall::kAny},
+  };
+  nb::dict numbers;
+  for (const auto& [name, call] : calls) numbers[name] = static_cast<int>(call);
+  m.attr("EMULATED_CALLS") = numbers;
   m.def("runtime_of_capsule", &of_capsule, nb::arg("capsule"), nb::arg("version"));
   m.def("emulated_runtime", &emulated, nb::arg("devices"), nb::arg("seed"), nb::arg("longest_delay_us"),
         nb::arg("failures"));

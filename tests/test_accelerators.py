@@ -1,0 +1,369 @@
+"""Optimizers whose params are an accelerator's: the same numbers over the split ops, and what happens when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jax_mlp_offload as jmo
+from jax_mlp_offload import accelerators, native, update_on
+from jax_mlp_offload.accelerators import EmulatedFailure
+from jax_mlp_offload.devices import Devices
+from jax_mlp_offload.update_on import UpdateOn
+from tests import meshes
+from tests.meshes import mesh_of
+from tests.support import assert_bits_equal, make_params, make_step, record_gradients, run
+
+P = PartitionSpec
+SHAPES = {"a": (257, 300), "b": (5000,), "c": (3,)}
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+FAILING_SHAPES = {"w": (300, 200), "v": (200, 200)}
+STEPS = 4
+DELAY_US = 50
+
+
+@pytest.fixture(params=["host", "device"])
+def place(request):
+    return request.param
+
+
+def emulate(devices=1, **more):
+    return accelerators.emulate(devices, seed=3, longest_delay_us=DELAY_US, **more)
+
+
+def both(train, place="host", devices=1, **options):
+    """What ``train(store)`` gives on the CPU, and on emulated accelerators."""
+    with jmo.Store(**options) as store:
+        expected = train(store)
+    with emulate(devices), jmo.Store(update_on=place, **options) as store:
+        return expected, train(store), store.stats()["devices"]
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_bits_are_those_of_the_cpu(self, dtype, grad_dtype, place):
+        """Also where a gradient has another dtype than its param, so that it lies apart, and where it has another user."""
+        params = make_params(SHAPES, dtype)
+        gradients = record_gradients(params, STEPS, dtype=grad_dtype)
+
+        def train(store):
+            tx = jmo.adamw(1e-2, weight_decay=0.1, store=store)
+
+            @jax.jit
+            def step(params, state, grads):
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state, optax.global_norm(grads)
+
+            new, state, norms = params, tx.init(params), []
+            for grads in gradients:
+                new, state, norm = step(new, state, grads)
+                norms.append(norm)
+            return new, jmo.read_state(state), norms
+
+        expected, ours, (device,) = both(train, place, subgroup_elements=16384)
+        assert_bits_equal(ours, expected)
+        assert device["update_on"] == place
+        param_bytes, grad_bytes = jnp.dtype(dtype).itemsize, jnp.dtype(grad_dtype).itemsize
+        copied = STEPS * ELEMENTS if place == "host" else 0
+        assert device["bytes_to_host"] == copied * (param_bytes + grad_bytes)
+        assert device["bytes_to_device"] == copied * param_bytes
+        assert (device["on_device_busy_s"] > 0) == (place == "device")
+
+    def test_without_params_only_gradients_come(self):
+        params = make_params(SHAPES)
+        gradients = record_gradients(params, STEPS)
+        expected, ours, (device,) = both(lambda store: run(jmo.adam(1e-2, store=store), params, gradients)[0])
+        assert_bits_equal(ours, expected)
+        assert device["bytes_to_host"] == 4 * STEPS * ELEMENTS
+
+    def test_records_on_tiers(self, two_tiers, place):
+        params = make_params({"wide": (700, 300), "more": (300, 300)}, "bfloat16")
+        gradients = record_gradients(params, 6)
+        with jmo.Store() as store:
+            expected, _ = run(jmo.adamw(1e-2, store=store), params, gradients, donate=True)
+        options = {"host_memory": "1MiB", "subgroup_elements": 16384, "update_on": place}
+        with emulate(), jmo.Store(*two_tiers, **options) as store:
+            ours, _ = run(jmo.adamw(1e-2, store=store), params, gradients, donate=True)
+            assert store.stats()["misses"] > 0
+        assert_bits_equal(ours, expected)
+
+    def test_mesh_with_replicas(self, place):
+        """Gradients are cut and packed, results gathered, on eight devices at once."""
+        mesh = mesh_of(data=2, fsdp=4)
+        params = make_params({"w": (64, 96), "b": (40,), "c": (5, 3)}, "bfloat16")
+        specs = {"w": P("fsdp", None), "b": P(), "c": P()}
+        gradients = record_gradients(params, STEPS)
+
+        def train(store):
+            tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
+            new, state = meshes.train(tx, params, gradients, mesh, specs)
+            return jax.tree.map(np.asarray, (new, jmo.read_state(state)))
+
+        expected, ours, devices = both(train, place, devices=8, subgroup_elements=4096)
+        assert_bits_equal(ours, expected)
+        assert len(devices) == 8
+
+    def test_inside_scan_and_cond(self, place):
+        params = make_params({"w": (100, 60)}, "bfloat16")
+        gradients = record_gradients(params, 8)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
+
+        def train(store):
+            tx = jmo.adamw(1e-2, store=store)
+
+            def update(carry, grads):
+                params, state = carry
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            def maybe(carry, grads):
+                odd = carry[1].count % 2 == 1
+                return jax.lax.cond(odd, lambda c: update(c, grads), lambda c: update(c, grads), carry), None
+
+            new, _ = jax.jit(lambda *carry: jax.lax.scan(maybe, carry, stacked)[0])(params, tx.init(params))
+            return new
+
+        expected, ours, _ = both(train, place)
+        assert_bits_equal(ours, expected)
+
+    def test_two_optimizers_in_one_program(self, place):
+        params = make_params({"w": (100, 60), "v": (90, 70)}, "bfloat16")
+        gradients = record_gradients(params, STEPS)
+
+        def train(store):
+            each = {"w": jmo.adamw(1e-2, store=store, name="w"), "v": jmo.sgd(1e-2, 0.9, store=store, name="v")}
+            return run(optax.partition(each, {"w": "w", "v": "v"}), params, gradients, donate=True)[0]
+
+        expected, ours, _ = both(train, place)
+        assert_bits_equal(ours, expected)
+
+    def test_skipped_steps_and_zero_gradients(self, place):
+        """Old params are handed back on the device; a constant gradient is nobody's buffer to write to."""
+        params = make_params({"w": (100, 60)}, "bfloat16")
+        bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
+        gradients = [*record_gradients(params, 2), bad, *record_gradients(params, 1, seed=5)]
+
+        def train(store):
+            tx = jmo.adamw(1e-2, store=store, skip_nonfinite=True)
+            new, state = run(tx, params, gradients)
+            zero = jax.jit(lambda p, s: tx.update(jax.tree.map(jnp.zeros_like, p), s, p))
+            updates, _ = zero(new, state)
+            return new, updates
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", jmo.SkippedStepWarning)
+            expected, ours, _ = both(train, place)
+        assert_bits_equal(ours, expected)
+
+    def test_snapshot_and_restore(self, tmp_path, place):
+        params = make_params({"w": (100, 60)}, "bfloat16")
+        first, second = record_gradients(params, 2), record_gradients(params, 2, seed=7)
+        tiers = [tmp_path / "a", tmp_path / "b"]
+        for tier in tiers:
+            tier.mkdir()
+        with emulate(), jmo.Store(str(tiers[0]), update_on=place) as store:
+            tx = jmo.adamw(1e-2, store=store)
+            new, state = run(tx, params, first)
+            store.snapshot(tmp_path / "snapshot", {"params": new, "state": state})
+            expected, _ = run(tx, new, second, state)
+        with emulate(), jmo.Store(str(tiers[1]), update_on=place) as store:
+            tx = jmo.adamw(1e-2, store=store)
+            template = {"params": params, "state": tx.init(params)}
+            restored = store.restore_snapshot(tmp_path / "snapshot", template)
+            ours, _ = run(tx, restored["params"], second, restored["state"])
+        assert_bits_equal(ours, expected)
+
+
+class TestProgram:
+    def test_all_pushes_come_before_the_first_pull(self):
+        """Each of several buckets; results are the gradients' own buffers, which nobody copies."""
+        params = make_params({f"w{i}": (128, 128) for i in range(4)}, "bfloat16")
+        x = jnp.ones((8, 128), jnp.bfloat16)
+
+        def loss(params, x):
+            for w in params.values():
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x.astype(jnp.float32))
+
+        with emulate(), jmo.Store(subgroup_elements=16384) as store:
+            tx = jmo.adamw(1e-2, store=store)
+
+            def step(params, state):
+                updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+                return optax.apply_updates(params, updates), state
+
+            compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params)).compile()
+            text = compiled.as_text()
+            lines = [line for line in text.splitlines() if "custom-call" in line and "jmo_p" in line]
+            targets = [re.search(r'custom_call_target="(jmo_\w+)"', line)[1] for line in lines]
+            assert targets == ["jmo_push"] * 4 + ["jmo_pull"] * 4
+            assert all("output_to_operand_aliasing" in line for line in lines)
+            entry = dict(re.findall(r"(?m)^  (?:ROOT )?(%\S+) = (.*)$", text))
+            gradients = [re.search(r"custom-call\(\S+, \S+, (%[\w.]+)", line)[1] for line in lines[:4]]
+            assert not any(re.search(r" copy\(", entry[gradient]) for gradient in gradients)
+
+    def test_pull_without_its_push_is_refused(self):
+        with emulate(), jmo.Store() as store:
+            tx = jmo.adam(1e-2, store=store)
+            params = make_params({"w": (8,)})
+            run(tx, params, record_gradients(params, 1))
+            token = jax.ShapeDtypeStruct((1,), jnp.uint32)
+            call = jax.ffi.ffi_call(
+                "jmo_pull",
+                [token, jax.ShapeDtypeStruct((8,), jnp.float32)],
+                has_side_effect=True,
+                input_output_aliases={1: 1},
+            )
+            numbers = {"store": np.int64(store.engine.number), "instance": np.int64(0), "bucket": np.int64(0)}
+            pull = jax.jit(lambda t, x: call(t, x, apart=np.array([], np.int64), **numbers))
+            with pytest.raises(jax.errors.JaxRuntimeError, match="jmo_pull without its jmo_push"):
+                jax.block_until_ready(pull(jnp.zeros(1, jnp.uint32), jnp.zeros(8)))
+
+
+class TestFailures:
+    @pytest.mark.parametrize("devices", [1, 4])
+    @pytest.mark.parametrize(
+        ("call", "place"), [("copy_to_host", "host"), ("copy_to_device", "host"), ("update", "device")]
+    )
+    def test_refused_call_fails_the_step_by_name_and_init_goes_on(self, call, place, devices):
+        """Old params come back of what had not ended, the next update raises, and a fresh start has plain numbers again."""
+        params = make_params(FAILING_SHAPES, "bfloat16")
+        mesh, specs = mesh_of(fsdp=devices), dict.fromkeys(params, P("fsdp", None))
+        gradients = [meshes.shard(grads, mesh, specs) for grads in record_gradients(params, 2)]
+        placed = meshes.shard(params, mesh, specs)
+        # the first copies to the host are those of tickets and hyperparameters
+        failure = EmulatedFailure(call, device=devices - 1, nth=8 if call == "copy_to_host" else 1)
+        with emulate(devices, failures=[failure]), jmo.Store(subgroup_elements=4096, update_on=place) as store:
+            tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
+            step = make_step(tx)
+            new, state = step(placed, tx.init(placed), gradients[0])
+            jax.block_until_ready(new)
+            with pytest.raises(jmo.AcceleratorError, match=rf"{call} was refused; optimizer .*leaves"):
+                store.flush()
+            after_failure = jax.tree.map(np.asarray, new)
+            with pytest.raises(jax.errors.JaxRuntimeError, match=call):
+                jax.block_until_ready(step(new, state, gradients[1]))
+            ours, _ = run(tx, placed, gradients)
+            ours = jax.tree.map(np.asarray, ours)
+        with jmo.Store(subgroup_elements=4096) as store:
+            tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
+            first, state = run(tx, placed, gradients[:1])
+            expected, _ = run(tx, first, gradients[1:], state)
+            first, expected = jax.tree.map(np.asarray, (first, expected))
+        assert_bits_equal(ours, expected)
+        for name, got in after_failure.items():  # buckets that ended before the failure have had their update
+            assert ((got == np.asarray(params[name])) | (got == first[name])).all()
+
+    @pytest.mark.parametrize(
+        ("call", "place"),
+        [("copy_to_host", "host"), ("copy_to_device", "host"), ("update", "device"), ("record", "host")],
+    )
+    @pytest.mark.parametrize("nth", [0, 5, 9])
+    def test_device_that_fails_for_good_hangs_nobody(self, call, place, nth):
+        params = make_params(FAILING_SHAPES, "bfloat16")
+        gradients = record_gradients(params, 1)
+        failure = EmulatedFailure(call, nth=nth, later=call != "record")
+        with emulate(failures=[failure]):
+            store = jmo.Store(subgroup_elements=4096, update_on=place)
+            tx = jmo.adamw(1e-2, store=store)
+            step, state = make_step(tx), tx.init(params)
+
+            def advance():
+                new, new_state = params, state
+                for _ in range(8):
+                    new, new_state = jax.block_until_ready(step(new, new_state, gradients[0]))
+
+            with pytest.raises((jmo.OffloadError, jax.errors.JaxRuntimeError), match=call):
+                advance()
+            with contextlib.suppress(jmo.AcceleratorError):  # raised unless only a handler met it
+                store.close()
+
+    def test_close_during_a_step(self):
+        params = make_params({"w": (3000, 200)}, "bfloat16")
+        with accelerators.emulate(1, seed=1, longest_delay_us=20_000):
+            store = jmo.Store(subgroup_elements=4096)
+            tx = jmo.adamw(1e-2, store=store)
+            step = make_step(tx)
+            new, _ = step(params, tx.init(params), record_gradients(params, 1)[0])
+            store.engine.close()  # without waiting for the step
+            with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+                jax.block_until_ready(new)
+
+    def test_memory_that_cannot_be_pinned_is_a_warning(self):
+        params = make_params(SHAPES, "bfloat16")
+        gradients = record_gradients(params, STEPS)
+        with jmo.Store() as store:
+            expected, _ = run(jmo.adamw(1e-2, store=store), params, gradients)
+        with emulate(failures=[EmulatedFailure("pin", nth=-1)]), jmo.Store(update_on="device") as store:
+            with pytest.warns(jmo.DeviceWarning, match="could not be pinned"):
+                ours, _ = run(jmo.adamw(1e-2, store=store), params, gradients)
+            assert store.stats()["devices"][0]["update_on"] == "host"
+        assert_bits_equal(ours, expected)
+
+    @pytest.mark.parametrize("call", ["make_stream", "make_event"])
+    def test_device_without_streams_refuses_the_optimizer(self, call):
+        params = make_params(SHAPES)
+        broken = emulate(failures=[EmulatedFailure(call, nth=-1)])
+        with broken, jmo.Store() as store, pytest.raises(RuntimeError, match=call):
+            run(jmo.adam(1e-2, store=store), params, record_gradients(params, 1))
+
+
+class TestDevices:
+    def test_store_serves_one_platform(self):
+        engine = native.Engine(1)
+        devices = Devices(engine, UpdateOn.HOST)
+        assert devices.serve("cpu") is False
+        with pytest.raises(ValueError, match=r"'gpu', but other optimizers of this store.*another Store"):
+            devices.serve("gpu")
+        engine.close()
+
+    def test_unknown_platform(self):
+        engine = native.Engine(1)
+        with pytest.raises(ValueError, match="'tpu' cannot be offloaded"):
+            Devices(engine, UpdateOn.HOST).serve("tpu")
+        engine.close()
+
+    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU here")
+    def test_gpu_that_is_not_there_is_an_error_that_says_what_to_do(self):
+        with pytest.raises(RuntimeError, match="the params are on a GPU, but"):
+            accelerators.cuda()
+
+    def test_bad_settings(self):
+        with pytest.raises(ValueError, match="update_on='gpu' is unknown; use one of host, device, auto"):
+            jmo.Store(update_on="gpu")
+        with pytest.raises(ValueError, match="devices=0"), accelerators.emulate(0):
+            pass
+        with pytest.raises(ValueError, match="call='fly' is unknown"), emulate(failures=[EmulatedFailure("fly")]):
+            pass
+
+
+class TestUpdateOn:
+    def test_pcie_leaves_it_to_the_host_and_a_coherent_link_to_the_device(self):
+        """PCIe 5 x16 beside a host that is not starved of cores; NVLink-C2C beside Grace."""
+        pcie = update_on.host_params_per_s(55e9, 55e9, 8e9)
+        assert pcie == 8e9 > update_on.device_params_per_s(90e9)
+        grace = update_on.host_params_per_s(300e9, 300e9, 12e9)
+        assert grace == 12e9 < update_on.device_params_per_s(600e9)
+
+    def test_a_slow_host_leaves_it_to_the_device(self):
+        assert update_on.host_params_per_s(55e9, 55e9, 1e9) < update_on.device_params_per_s(90e9)
+
+    def test_auto_measures(self):
+        with emulate():
+            accelerator = accelerators.emulated()
+            assert update_on.choose(UpdateOn.AUTO, accelerator.runtime, 0) in (True, False)
+            speeds = native.measure_link(accelerator.runtime, 0, 1 << 20, 2)
+            assert all(speed > 0 for speed in speeds)
+            with pytest.raises(ValueError, match="0 bytes"):
+                native.measure_link(accelerator.runtime, 0, 0, 2)
+            assert update_on.choose(UpdateOn.DEVICE, accelerator.runtime, 0)
+            assert not update_on.choose(UpdateOn.HOST, accelerator.runtime, 0)
