@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(shell find ffi -type f) CMakeLists.txt
+CPP_SOURCES := $(shell find ffi -name '*.cc' -o -name '*.h' -o -name '*.inl' -o -name '*.cu')
 EXTRAS ?= dev
 CPP_JOBS ?= 2
 PYTEST_JOBS ?= 2
@@ -33,12 +34,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(shell find ffi -name '*.cc' -o -name '*.h' -o -name '*.inl')
+	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(shell find ffi -name '*.cc' -o -name '*.h' -o -name '*.inl')
+	$(BIN)/clang-format -i $(CPP_SOURCES)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.kernel

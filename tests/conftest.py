@@ -8,6 +8,7 @@ import jax
 import pytest
 
 DEVICES = 8
+CHUNK_BYTES = 96 << 10  # of an emulated accelerator, so that chunks are used again and again
 LONGEST_DELAY_US = 100  # of an emulated accelerator's operations
 
 
@@ -40,13 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True, scope="session")
 def _emulated(request: pytest.FixtureRequest):
     """The whole session on emulated accelerators, if that is asked for."""
-    from jax_mlp_offload import accelerators
+    from jax_mlp_offload import accelerators, devices
 
     seed = request.config.getoption("--emulate")
     if seed is None:
         yield
         return
-    with accelerators.emulate(DEVICES, seed, LONGEST_DELAY_US):
+    with accelerators.emulate(DEVICES, seed, LONGEST_DELAY_US), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "CHUNK_BYTES", CHUNK_BYTES)
         yield
 
 

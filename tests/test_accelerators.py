@@ -14,11 +14,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jax_mlp_offload as jmo
-from jax_mlp_offload import accelerators, native, update_on
+from jax_mlp_offload import accelerators, devices, native, update_on
 from jax_mlp_offload.accelerators import EmulatedFailure
-from jax_mlp_offload.devices import Devices
 from jax_mlp_offload.update_on import UpdateOn
 from tests import meshes
+from tests.conftest import CHUNK_BYTES
 from tests.meshes import mesh_of
 from tests.support import assert_bits_equal, make_params, make_step, record_gradients, run
 
@@ -35,15 +35,20 @@ def place(request):
     return request.param
 
 
-def emulate(devices=1, **more):
-    return accelerators.emulate(devices, seed=3, longest_delay_us=DELAY_US, **more)
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(devices, "CHUNK_BYTES", CHUNK_BYTES)
 
 
-def both(train, place="host", devices=1, **options):
+def emulate(count=1, **more):
+    return accelerators.emulate(count, seed=3, longest_delay_us=DELAY_US, **more)
+
+
+def both(train, place="host", count=1, **options):
     """What ``train(store)`` gives on the CPU, and on emulated accelerators."""
     with jmo.Store(**options) as store:
         expected = train(store)
-    with emulate(devices), jmo.Store(update_on=place, **options) as store:
+    with emulate(count), jmo.Store(update_on=place, **options) as store:
         return expected, train(store), store.stats()["devices"]
 
 
@@ -108,9 +113,9 @@ class TestNumbers:
             new, state = meshes.train(tx, params, gradients, mesh, specs)
             return jax.tree.map(np.asarray, (new, jmo.read_state(state)))
 
-        expected, ours, devices = both(train, place, devices=8, subgroup_elements=4096)
+        expected, ours, used = both(train, place, count=8, subgroup_elements=4096)
         assert_bits_equal(ours, expected)
-        assert len(devices) == 8
+        assert len(used) == 8
 
     def test_inside_scan_and_cond(self, place):
         params = make_params({"w": (100, 60)}, "bfloat16")
@@ -230,19 +235,19 @@ class TestProgram:
 
 
 class TestFailures:
-    @pytest.mark.parametrize("devices", [1, 4])
+    @pytest.mark.parametrize("count", [1, 4])
     @pytest.mark.parametrize(
         ("call", "place"), [("copy_to_host", "host"), ("copy_to_device", "host"), ("update", "device")]
     )
-    def test_refused_call_fails_the_step_by_name_and_init_goes_on(self, call, place, devices):
+    def test_refused_call_fails_the_step_by_name_and_init_goes_on(self, call, place, count):
         """Old params come back of what had not ended, the next update raises, and a fresh start has plain numbers again."""
         params = make_params(FAILING_SHAPES, "bfloat16")
-        mesh, specs = mesh_of(fsdp=devices), dict.fromkeys(params, P("fsdp", None))
+        mesh, specs = mesh_of(fsdp=count), dict.fromkeys(params, P("fsdp", None))
         gradients = [meshes.shard(grads, mesh, specs) for grads in record_gradients(params, 2)]
         placed = meshes.shard(params, mesh, specs)
         # the first copies to the host are those of tickets and hyperparameters
-        failure = EmulatedFailure(call, device=devices - 1, nth=8 if call == "copy_to_host" else 1)
-        with emulate(devices, failures=[failure]), jmo.Store(subgroup_elements=4096, update_on=place) as store:
+        failure = EmulatedFailure(call, device=count - 1, nth=8 if call == "copy_to_host" else 1)
+        with emulate(count, failures=[failure]), jmo.Store(subgroup_elements=4096, update_on=place) as store:
             tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
             step = make_step(tx)
             new, state = step(placed, tx.init(placed), gradients[0])
@@ -320,16 +325,16 @@ class TestFailures:
 class TestDevices:
     def test_store_serves_one_platform(self):
         engine = native.Engine(1)
-        devices = Devices(engine, UpdateOn.HOST)
-        assert devices.serve("cpu") is False
+        ours = devices.Devices(engine, UpdateOn.HOST)
+        assert ours.serve("cpu") is False
         with pytest.raises(ValueError, match=r"'gpu', but other optimizers of this store.*another Store"):
-            devices.serve("gpu")
+            ours.serve("gpu")
         engine.close()
 
     def test_unknown_platform(self):
         engine = native.Engine(1)
         with pytest.raises(ValueError, match="'tpu' cannot be offloaded"):
-            Devices(engine, UpdateOn.HOST).serve("tpu")
+            devices.Devices(engine, UpdateOn.HOST).serve("tpu")
         engine.close()
 
     @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU here")

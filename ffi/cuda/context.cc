@@ -13,6 +13,8 @@ namespace {
 struct DriverCalls {
   decltype(&cuCtxGetCurrent) get_current = nullptr;
   decltype(&cuCtxSetCurrent) set_current = nullptr;
+  decltype(&cuDeviceGet) device = nullptr;
+  decltype(&cuDevicePrimaryCtxGetState) primary_state = nullptr;
   cudaError_t error = cudaSuccess;
 };
 
@@ -31,6 +33,8 @@ const DriverCalls& driver_calls() {
     DriverCalls found;
     found.error = look_up("cuCtxGetCurrent", &found.get_current);
     if (found.error == cudaSuccess) found.error = look_up("cuCtxSetCurrent", &found.set_current);
+    if (found.error == cudaSuccess) found.error = look_up("cuDeviceGet", &found.device);
+    if (found.error == cudaSuccess) found.error = look_up("cuDevicePrimaryCtxGetState", &found.primary_state);
     return found;
   }();
   return calls;
@@ -56,18 +60,34 @@ Status check_driver() {
   if (status.ok()) status = told(cudaDriverGetVersion(&driver), "cudaDriverGetVersion", -1);
   if (!status.ok()) return status;
   if (driver == 0) {
-    return {Code::kInvalid,
+    return {Code::kIo,
             "no NVIDIA driver is installed on this machine (CUDA driver version 0, runtime version " +
                 version_text(runtime) + "): install one for CUDA " + version_text(runtime) +
                 " or newer, and in a container pass the devices through"};
   }
   if (driver / 1000 < runtime / 1000) {
-    return {Code::kInvalid,
+    return {Code::kIo,
             "the NVIDIA driver supports CUDA " + version_text(driver) +
                 ", but this extension was built for CUDA " + version_text(runtime) +
                 ": install a newer driver, or build with the CUDA toolkit that the driver supports"};
   }
   return {};
+}
+
+int device_with_context() {
+  const DriverCalls& calls = driver_calls();
+  int count = 0;
+  if (calls.error != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) return 0;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    CUdevice device = 0;
+    unsigned flags = 0;
+    int active = 0;
+    if (calls.device(&device, ordinal) == CUDA_SUCCESS &&
+        calls.primary_state(device, &flags, &active) == CUDA_SUCCESS && active != 0) {
+      return ordinal;
+    }
+  }
+  return 0;
 }
 
 DeviceInUse::DeviceInUse(int device) {

@@ -16,6 +16,9 @@ Status told(cudaError_t error, const char* call, int device);
 // Whether there is a driver, one that this runtime can use; what to do if not.
 Status check_driver();
 
+// A device that has a context already, where making one costs nothing; 0 if none has.
+int device_with_context();
+
 class DeviceInUse {
  public:
   explicit DeviceInUse(int device);

@@ -2,10 +2,10 @@
 //
 // 1. Each block of threads has a run of cells, of one segment after another.
 // 2. Of a cell each thread has kQuads quads, a block's width apart: in each step the threads of a warp read
-// and write
-//    adjacent quads, so that transfers to and from the host are of whole cache lines wherever a segment lies
-//    at a multiple of 16 bytes (of 8, where elements have 16 bits), and of single elements elsewhere.
-// 3. The hash of a cell is summed up over the warps of a block and then over the blocks of kBlock elements.
+//    and write adjacent quads. So transfers to and from the host are of whole cache lines wherever a segment
+//    lies at a multiple of 16 bytes (of 8, where elements have 16 bits), and of single elements elsewhere.
+// 3. The products of a cell's params are summed up over warps, and those sums over the blocks of kBlock
+//    params.
 //
 // What always holds: records lie in pinned host memory, which the host does not touch meanwhile. The compile
 // flags (CMakeLists.txt) flush denormals, contract nothing and round divisions and roots correctly. Thread
@@ -28,8 +28,8 @@ static_assert(kQuads * kThreads * kGroup == kCellElements && kSums % kHashBlocks
               "threads tile a cell, and warps the blocks of its hash");
 
 // The link to the host is what limits an update, and a few blocks fill it: each has up to 64 KiB on their
-// way, all together more than any link moves in the few microseconds that an access takes. The others' work
-// goes on beside them.
+// way, all together more than any link moves in the few microseconds that an access takes. XLA's work goes on
+// beside them.
 constexpr int64_t kMostBlocks = 32;
 
 // What the threads of a block tell each other, and what all of them read.

@@ -8,7 +8,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <cctype>
 #include <cstdio>
 #include <string>
@@ -36,8 +35,8 @@ Status check_addresses(int device) {
       told(cudaDeviceGetAttribute(&value, cudaDevAttrCanUseHostPointerForRegisteredMem, device),
            "cudaDeviceGetAttribute(CanUseHostPointerForRegisteredMem)", device);
   if (!status.ok() || value != 0) return status;
-  return {Code::kInvalid, "device " + std::to_string(device) +
-                              " cannot use pinned memory at its host address, which offloading relies on"};
+  return {Code::kIo, "device " + std::to_string(device) +
+                         " cannot use pinned memory at its host address, which offloading relies on"};
 }
 
 class Runtime final : public DeviceRuntime {
@@ -52,8 +51,7 @@ class Runtime final : public DeviceRuntime {
     status = told(error, "cudaGetDeviceCount", -1);
     if (error == cudaErrorNoDevice || (status.ok() && *count == 0)) {
       *count = 0;
-      return {Code::kInvalid,
-              "the NVIDIA driver finds no device: look at nvidia-smi and CUDA_VISIBLE_DEVICES"};
+      return {Code::kIo, "the NVIDIA driver finds no device: look at nvidia-smi and CUDA_VISIBLE_DEVICES"};
     }
     for (int device = 0; status.ok() && device < *count; ++device) status = check_addresses(device);
     return status;
@@ -73,14 +71,14 @@ class Runtime final : public DeviceRuntime {
     return node;
   }
 
-  // For all devices, through the context of one that is in use anyway: another's would cost memory there.
+  // For all devices, through one that XLA uses: a context on another would cost memory there.
   Status pin(void* memory, size_t bytes) override {
-    return on_device(first_device_.load(), "cudaHostRegister", [&] {
+    return on_device(device_with_context(), "cudaHostRegister", [&] {
       return cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
     });
   }
   void unpin(void* memory) override {
-    (void)on_device(first_device_.load(), "cudaHostUnregister", [&] { return cudaHostUnregister(memory); });
+    (void)on_device(device_with_context(), "cudaHostUnregister", [&] { return cudaHostUnregister(memory); });
   }
 
   Status make_memory(int device, size_t bytes, void** memory) override {
@@ -101,7 +99,6 @@ class Runtime final : public DeviceRuntime {
           told(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags", device);
     }
     *stream = made;
-    if (status.ok() && !has_stream_.exchange(true)) first_device_.store(device);
     return status;
   }
   void free_stream(int device, Stream stream) override {
@@ -162,10 +159,6 @@ class Runtime final : public DeviceRuntime {
                      const char* name) {
     return on_device(device, name, [&] { return cudaMemcpyAsync(to, from, bytes, kind, as_stream(stream)); });
   }
-
-  // Of the device that had the first stream; 0 before.
-  std::atomic<bool> has_stream_{false};
-  std::atomic<int> first_device_{0};
 };
 
 }  // namespace

@@ -1,17 +1,16 @@
-// The fused update of one cell, four elements at a time, for the threads of a device and for a loop on the
-// host.
+// The fused update of one cell, four elements (a quad) at a time, for the threads of a device and for a loop
+// on the host.
 //
-// 1. A quad's operands are loaded, all before anything is computed from one, so that they are on their way at
-// once.
+// 1. A quad's operands are loaded, all before anything is computed, so that they are on their way at once.
 // 2. Params of 16 bits make a product of the cell's hash, which says whether the masters belong to them.
-// 3. The quad is updated and stored; what it returns is its product of the cell's new hash.
+// 3. The quad is updated and stored, and makes its product of the cell's new hash.
 //
-// What always holds: the bits are those of update_run (ffi/core/update.h). A product or quotient near the
-// smallest normal number is found in double (Number), so nothing depends on how a device flushes; everything
-// else is rounded alike everywhere, if nothing is contracted (flags.cmake, ffi/cuda). Elements lie at
-// multiples of their size. A quad is stored after all of it has been loaded, and nothing outside it is read
-// or written. Included by cell_update.cc and ffi/cuda/update.cu only, in a namespace of their own inside jmo.
-// Thread contract: pure functions, but for what store_quad is given.
+// What always holds: the bits are those of update_run (ffi/core/update.h) on x86. A product or quotient near
+// the smallest normal number is found in double (Number), so nothing depends on how a device flushes;
+// everything else is rounded alike everywhere, if nothing is contracted (flags.cmake,
+// ffi/cuda/CMakeLists.txt). A quad is stored after all of it has been loaded, and nothing outside it is read
+// or written. Included by cell_update.cc and ffi/cuda/kernels.cu only, in an unnamed namespace inside jmo.
+// Thread contract: pure functions, but for what is stored.
 
 #include "ffi/core/kernels/scalar.inl"
 

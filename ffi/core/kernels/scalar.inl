@@ -3,8 +3,8 @@
 //
 // What always holds: every function gives the same bits in every instruction set and on a device (NaNs that
 // are stored are canonical and positive, so that it does not matter which operand a NaN came from); no
-// library function is called (see run.inl on why). Included by run.inl and ffi/device/cell_update.inl only,
-// inside their namespaces. Thread contract: pure functions.
+// library function is called (see run.inl on why). Included by run.inl and cell_update.inl only, inside their
+// namespaces. Thread contract: pure functions.
 
 #if defined(__CUDACC__)
 #define JMO_INLINE __device__ __forceinline__
