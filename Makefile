@@ -10,16 +10,21 @@ CPP_JOBS ?= 2
 PYTEST_JOBS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: pretrain test pytest cpp-test sanitize lint format bench clean
+.PHONY: pretrain test pytest emulated cpp-test sanitize lint format bench clean
 
 pretrain: $(READY)
 	$(BIN)/python -m models.pretrain --compare $(ARGS)
 
-test: cpp-test sanitize pytest
+test: cpp-test sanitize pytest emulated
 
 # In PYTEST_JOBS processes, each with servers of its own; 0 runs all tests in one.
 pytest: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(PYTEST_JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# The suites of optimizers and meshes again, with CPU devices taken for accelerators.
+emulated: $(READY)
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_JOBS) --dist worksteal --emulate 1 \
+	  tests/test_optimizers.py tests/test_mesh.py tests/test_failures.py tests/test_accumulate_mesh.py
 
 cpp-test: $(READY)
 	$(call cpp,build/cpp,)
@@ -48,7 +53,9 @@ bench: $(READY)
 $(READY): pyproject.toml $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --verbose --editable '.[$(EXTRAS)]' > $(VENV)/install.log 2>&1 || \
+	  { tail -n 100 $(VENV)/install.log; exit 1; }
+	@grep -E 'CUDA|_native_cuda' $(VENV)/install.log  # what of it was compiled and linked, or why not
 	touch $@
 
 clean:
