@@ -62,13 +62,14 @@ class Hand:
                     self.open.append(action)
         return actions
 
-    def settle(self, write=None, read=None, adopt=False):
+    def settle(self, write=None, read=None, adopt=False, update=None):
         """Carries out what is asked until nothing is left to do; errors by function of the record."""
         while self.open:
             match self.open.pop(0):
                 case Update(record, _, fresh):
                     self.updates.append((record.bucket, fresh))
-                    self.scheduler.update_done(record, [0] if adopt and not fresh else [], self.now_s)
+                    adopted = [0] if adopt and not fresh else []
+                    self.scheduler.update_done(record, adopted, self.now_s, update and update(record))
                 case Write(record):
                     self.scheduler.write_done(record, 0, write and write(record), self.now_s)
                 case Read(record):

@@ -448,6 +448,9 @@ class Simulation:
         call.running += 1
         self._count(record, "updates")
         adopted = [0] if not fresh and self.random.random() < self.world.adoptions else []
+        error = None
+        if self.world.update_errors and self.random.random() < self.world.update_errors:
+            adopted, error = [], errors.AcceleratorError(f"injected; {self.scheduler.describe(record)}")
 
         def done() -> None:
             del self.busy[slot]
@@ -457,7 +460,7 @@ class Simulation:
             self.slots[slot] = record.index, self.truth[record.index]
             for tier in range(len(self.world.tiers)):
                 self.stored.pop((tier, record.index), None)
-            self.scheduler.update_done(record, adopted, self.now_s)
+            self.scheduler.update_done(record, adopted, self.now_s, error)
 
         self._kernels[record.device].submit(record.size_bytes, True, lambda: self._tell(done))
 

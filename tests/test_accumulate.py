@@ -204,7 +204,7 @@ def test_nothing_happens_off_the_boundary():
 
 def conditional_holds_all_calls(hlo):
     """Whether the optimizer's calls in a compiled program all stand in a branch of a conditional."""
-    blocks = [block for block in hlo.split("\n\n") if 'custom_call_target="jmo_update"' in block]
+    blocks = [block for block in hlo.split("\n\n") if re.search(r'custom_call_target="jmo_(update|push)"', block)]
     branches = re.findall(r"conditional\(.*branch_computations={([^}]*)}", hlo)
     named = {name.strip() for branch in branches for name in branch.split(",")}
     return bool(blocks) and all(block.split()[0] in named for block in blocks)

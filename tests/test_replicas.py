@@ -97,7 +97,7 @@ def loss(p, x):
 def handed_over(compiled):
     """Elements of the gradients and params that one device hands to the ops."""
     elements = 0
-    for call in re.findall(r"[^\n]*custom_call_target=\"jmo_update\"[^\n]*", compiled.as_text()):
+    for call in re.findall(r"[^\n]*custom_call_target=\"jmo_(?:update|push)\"[^\n]*", compiled.as_text()):
         operands = re.findall(r"\w+\[([\d,]*)\]", re.search(r"operand_layout_constraints=(.*?\})\}", call)[1])
         for dims in operands[2:]:  # behind ticket and hyperparameters
             elements += int(np.prod([int(dim) for dim in dims.split(",") if dim]))

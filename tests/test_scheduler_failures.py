@@ -41,6 +41,28 @@ def test_last_tier_that_fails_names_the_cause():
     assert hand.scheduler.quiescent
 
 
+def test_update_that_fails_ends_the_step_as_a_failed_read_does():
+    hand = Hand(devices=2, buckets=3, slots=2)
+    ticket = hand.step()
+    updates = iter(range(100))
+
+    def broken(record):
+        return errors.AcceleratorError("copy_to_host failed") if next(updates) == 1 else None
+
+    run = next(hand.runs)
+    requests = [hand.arrive(b, d, ticket, run) for b in range(3) for d in range(2)]
+    hand.settle(update=broken)
+    assert POISON in hand.ended_with(requests)
+    assert None not in hand.ended_with(requests)
+    assert isinstance(hand.instance.error, errors.AcceleratorError)
+    assert "copy_to_host failed. Alive are" in str(hand.instance.error)
+    assert hand.scheduler.quiescent
+    refused = hand.step(POISON)
+    assert "copy_to_host failed" in refused
+    assert hand.step(0) > ticket, "afresh"
+    assert hand.instance.error is None
+
+
 def test_capacity_is_kept_and_a_full_store_says_so():
     specs = [TierSpec("small", capacity_bytes=200), TierSpec("large", capacity_bytes=400)]
     hand = Hand(specs=specs, buckets=7, slots=1)

@@ -84,6 +84,7 @@ class World:
     barrier: bool = True  # devices start an execution together
     foreign: ForeignParams = ForeignParams.WATCH
     adoptions: float = 0.0  # probability a record and update
+    update_errors: float = 0.0  # likewise: an accelerator fails
     deadline_s: float = 30.0
     batch: int = 1  # most events the driver takes at once
     may_fail: bool = False
@@ -155,6 +156,7 @@ def random_world(seed: int) -> World:
         deadline_s=rng.choice([2.0, 30.0]) if trouble else 1e6,
         batch=rng.choice([1, 1, 4, 64]),
         may_fail=trouble,
+        update_errors=random.Random(f"accelerators of {seed}").choice([0.0, 0.0, 0.0, 0.01]) if trouble else 0.0,
         seed=seed,
     )
 

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <vector>
 
 #include "ffi/tests/io_fixture.h"
 
@@ -42,6 +43,15 @@ class MemoryHooks : public jmo::SyscallHooks {
     return SyscallHooks::madvise(memory, size, advice);
   }
 
+  int prefer_node(void* memory, size_t size, int node) override {
+    nodes.push_back(node);
+    if (node_error == 0) return SyscallHooks::prefer_node(memory, size, node);
+    errno = node_error;
+    return -1;
+  }
+
+  std::vector<int> nodes;
+  int node_error = 0;
   int mmap_error = 0;
   int madvise_error = 0;
   int interruptions = 0;
@@ -136,6 +146,30 @@ void test_kernels_without_populate() {
   CHECK_EQ(hooks.mapped, size_t{0});
 }
 
+// Node 0 is on every machine, and its pages are those that were asked for. Where the system refuses, any do.
+void test_node() {
+  MemoryHooks hooks;
+  jmo::install_syscall_hooks(&hooks);
+  {
+    const Slots anywhere(2, 4096, 1);
+    CHECK_EQ(hooks.nodes.size(), size_t{0});
+    const Slots near(2, 4096, 1, 0);
+    CHECK(near.status().ok());
+    use_slots(near);
+    CHECK_EQ(hooks.nodes.size(), size_t{1});
+    CHECK_EQ(hooks.prefer_node(near.slot(0), 4096, 0), 0);
+    CHECK_EQ(hooks.prefer_node(near.slot(0), 4096, 1024), -1);
+    CHECK_EQ(errno, EINVAL);
+    hooks.node_error = ENOSYS;
+    const Slots refused(2, 4096, 1, 3);
+    CHECK(refused.status().ok());
+    CHECK_EQ(hooks.nodes.back(), 3);
+    use_slots(refused);
+  }
+  CHECK_EQ(hooks.mapped, size_t{0});
+  jmo::install_syscall_hooks(nullptr);
+}
+
 }  // namespace
 }  // namespace jmo_test
 
@@ -146,5 +180,6 @@ int main() {
   jmo_test::test_bad_sizes();
   jmo_test::test_failure_names_the_bytes();
   jmo_test::test_kernels_without_populate();
+  jmo_test::test_node();
   return 0;
 }
