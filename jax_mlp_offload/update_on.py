@@ -15,7 +15,7 @@ from jax_mlp_offload import native
 
 _STATE_BYTES = 10  # of one param in its record: two moments and the remainder
 _DOWN_BYTES, _UP_BYTES = 4, 2  # of gradient and param, and of the new param
-_PROBE_BYTES = 32 << 20
+PROBE_BYTES = 32 << 20  # of a copy whose bandwidth is measured
 _PROBE_ELEMENTS = 1 << 22
 _REPEATS = 3
 
@@ -42,7 +42,7 @@ def choose(wanted: UpdateOn, runtime: Any, device: int) -> bool:
     """Whether a device is to update its records itself; ``AUTO`` measures link and kernel, in some tenths of a second."""
     if wanted is not UpdateOn.AUTO:
         return wanted is UpdateOn.DEVICE
-    to_host_bps, to_device_bps, both_bps = native.measure_link(runtime, device, _PROBE_BYTES, _REPEATS)
+    to_host_bps, to_device_bps, both_bps = native.measure_link(runtime, device, PROBE_BYTES, _REPEATS)
     return device_params_per_s(both_bps) > host_params_per_s(to_host_bps, to_device_bps, _kernel_params_per_s())
 
 

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True, scope="session")
 def _emulated(request: pytest.FixtureRequest):
     """The whole session on emulated accelerators, if that is asked for."""
-    from jax_mlp_offload import accelerators, devices
+    from jax_mlp_offload import accelerators, devices, update_on
 
     seed = request.config.getoption("--emulate")
     if seed is None:
@@ -49,6 +49,7 @@ def _emulated(request: pytest.FixtureRequest):
         return
     with accelerators.emulate(DEVICES, seed, LONGEST_DELAY_US), pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr(update_on, "PROBE_BYTES", CHUNK_BYTES)
         yield
 
 
