@@ -5,12 +5,12 @@
 #include <utility>
 
 #include "ffi/core/io.h"
+#include "ffi/device/copier_parts.h"
 
 namespace jmo {
 namespace {
 
 constexpr size_t kTables = 16;
-constexpr int kTableSegments = 256;
 
 size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
@@ -25,44 +25,6 @@ void settle(DeviceEvent& event, DeviceStream& stream) {
 }
 
 }  // namespace
-
-struct Copier::Job {
-  UpdateJob update;
-  KernelPool::Done done;
-  bool on_device = false;
-  size_t left = 0;  // flights
-  UpdateResult result;
-};
-
-struct Copier::Chunk {
-  Chunk(DeviceRuntime& runtime, int device, char* chunk_memory)
-      : memory(chunk_memory), down(runtime, device), up(runtime, device) {}
-  char* const memory;
-  DeviceEvent down, up;
-};
-
-// What the device reads of segments, in pinned memory.
-struct Copier::Table {
-  struct Columns {
-    Segment segments[kTableSegments];
-    int64_t first_cell[kTableSegments + 1];
-    int64_t adopted[kTableSegments];
-  };
-  Table(DeviceRuntime& runtime, int device, char* memory)
-      : columns(new (memory) Columns), up(runtime, device) {}
-  Columns* const columns;
-  DeviceEvent up;
-};
-
-struct Copier::Flight {
-  std::shared_ptr<Job> job;
-  Part part;
-  size_t first_segment = 0;  // of those in the table
-  int segments = 0;
-  Chunk* chunk = nullptr;
-  Table* table = nullptr;
-  std::vector<int64_t> adopted_cells;  // of each piece
-};
 
 void Copier::Busy::begins() {
   if (count++ == 0) since_s = now_s();

@@ -112,7 +112,7 @@ class EmulatedRuntime::Impl {
 
   // Gives an operation to a stream, or says why not. `call`'s plan has been asked.
   Status push(int number, StreamState* stream, std::unique_ptr<Operation> operation) {
-    Status status = device(number)->status();
+    Status status = this->status(number);
     if (!status.ok()) return status;
     if (operation->pin != nullptr) operation->pin->users.fetch_add(1, std::memory_order_relaxed);
     stream->push(std::move(operation));
@@ -122,8 +122,20 @@ class EmulatedRuntime::Impl {
   Status copy(EmulatedCall call, int number, Stream handle, void* to, const void* from, size_t bytes,
               const void* host);
   void do_update(int number, const DeviceUpdate& update);
-  // Of a device that has failed: why, once nothing is done on it any more.
-  Status failed_and_idle(int number);
+  // What a failed device's streams still hold is not done, and uses nothing.
+  void drain_failed() {
+    std::shared_lock<std::shared_mutex> lock(mutex);
+    for (const auto& entry : streams)
+      if (devices[entry.second->device_number()].failed()) entry.second->drain();
+  }
+  // Whether the device has failed, and why; once that has been told, nothing is done on it any more.
+  Status status(int number) const {
+    if (!devices[number].failed()) return Status();
+    std::shared_lock<std::shared_mutex> lock(mutex);
+    for (const auto& entry : streams)
+      if (entry.second->device_number() == number) entry.second->wait_idle();
+    return devices[number].status();
+  }
 
   const EmulatedOptions options;
   std::vector<EmulatedDevice> devices;
@@ -136,13 +148,6 @@ class EmulatedRuntime::Impl {
   std::vector<std::unique_ptr<EventState>> old_events;  // an operation may still wait for their marks
   std::unordered_map<void*, std::unique_ptr<StreamState>> streams;
 };
-
-Status EmulatedRuntime::Impl::failed_and_idle(int number) {
-  std::shared_lock<std::shared_mutex> lock(mutex);
-  for (const auto& entry : streams)
-    if (entry.second->device_number() == number) entry.second->wait_idle();
-  return devices[number].status();
-}
 
 // `work` is told whether it is to do all, or, as it fails, half.
 Status EmulatedRuntime::Impl::simple(EmulatedCall call, int number, Stream handle,
@@ -179,8 +184,7 @@ Status EmulatedRuntime::Impl::copy(EmulatedCall call, int number, Stream handle,
   Status status = push(number, stream, std::move(operation));
   if (!waits || !status.ok()) return status;
   end.wait();
-  status = devices[number].status();
-  return status.ok() ? status : failed_and_idle(number);
+  return this->status(number);
 }
 
 // On the stream's thread. Where CUDA would meet an illegal address, the device fails.
@@ -228,13 +232,15 @@ Status EmulatedRuntime::pin(void* memory, size_t bytes) {
   return impl_->pins.add(static_cast<char*>(memory), bytes);
 }
 
-void EmulatedRuntime::unpin(void* memory) { impl_->pins.remove(static_cast<char*>(memory)); }
+void EmulatedRuntime::unpin(void* memory) {
+  impl_->drain_failed();
+  impl_->pins.remove(static_cast<char*>(memory));
+}
 
 Status EmulatedRuntime::make_memory(int device, size_t bytes, void** memory) {
-  const EmulatedDevice* owner = impl_->device(device);
   if (impl_->fate(EmulatedCall::kMakeMemory, device).now)
     return Impl::refused(EmulatedCall::kMakeMemory, device);
-  if (Status status = owner->status(); !status.ok()) return status;
+  if (Status status = impl_->status(device); !status.ok()) return status;
   auto fresh = std::make_unique<char[]>(bytes);
   *memory = fresh.get();
   std::unique_lock<std::shared_mutex> lock(impl_->mutex);
@@ -254,7 +260,7 @@ Status EmulatedRuntime::make_stream(int device, Stream* stream) {
   EmulatedDevice* owner = impl_->device(device);
   if (impl_->fate(EmulatedCall::kMakeStream, device).now)
     return Impl::refused(EmulatedCall::kMakeStream, device);
-  if (Status status = owner->status(); !status.ok()) return status;
+  if (Status status = impl_->status(device); !status.ok()) return status;
   std::unique_lock<std::shared_mutex> lock(impl_->mutex);
   *stream = impl_->new_handle();
   const uint64_t seed = impl_->options.seed * 1000003 + impl_->handles;
@@ -271,10 +277,9 @@ void EmulatedRuntime::free_stream(int device, Stream stream) {
 }
 
 Status EmulatedRuntime::make_event(int device, Event* event) {
-  EmulatedDevice* owner = impl_->device(device);
   if (impl_->fate(EmulatedCall::kMakeEvent, device).now)
     return Impl::refused(EmulatedCall::kMakeEvent, device);
-  if (Status status = owner->status(); !status.ok()) return status;
+  if (Status status = impl_->status(device); !status.ok()) return status;
   auto state = std::make_unique<EventState>();
   state->device = device;
   std::unique_lock<std::shared_mutex> lock(impl_->mutex);
@@ -329,7 +334,7 @@ Status EmulatedRuntime::record(int device, Event event, Stream stream) {
   auto operation = std::make_unique<Operation>();
   if (fate.later) operation->fails_as = kNames[static_cast<int>(EmulatedCall::kRecord)];
   std::lock_guard<std::mutex> lock(state->mutex);  // nobody finds the mark before it is in the queue
-  if (Status status = impl_->device(device)->status(); !status.ok()) return status;
+  if (Status status = impl_->status(device); !status.ok()) return status;
   operation->passes = &state->marks.emplace_back();
   to->push(std::move(operation));
   return Status();
@@ -350,14 +355,15 @@ Status EmulatedRuntime::wait_on_host(int device, Event event) {
   EventState* state = impl_->event(device, event);
   EmulatedDevice* owner = impl_->device(device);
   const Impl::Fate fate = impl_->fate(EmulatedCall::kWaitOnHost, device);
-  if (fate.now || fate.later) return Impl::refused(EmulatedCall::kWaitOnHost, device);
+  if (fate.now) return Impl::refused(EmulatedCall::kWaitOnHost, device);
+  if (fate.later) owner->fail("device " + std::to_string(device) + ": wait_on_host failed");
   state->host_waits.fetch_add(1, std::memory_order_relaxed);
   if (Mark* mark = state->last()) mark->wait();
   Jitter(impl_->options.seed + impl_->host_waits.fetch_add(1, std::memory_order_relaxed),
          impl_->options.longest_delay_us)
       .pause();
   state->host_waits.fetch_sub(1, std::memory_order_relaxed);
-  return owner->status().ok() ? Status() : impl_->failed_and_idle(device);
+  return impl_->status(device);
 }
 
 // -- of the emulation only
@@ -373,12 +379,8 @@ Status EmulatedRuntime::poison(int device, Stream stream, void* memory, size_t b
 }
 
 Status EmulatedRuntime::synchronize(int device, Stream stream) {
-  Mark end;
-  auto operation = std::make_unique<Operation>();
-  operation->passes = &end;
-  impl_->stream(device, stream)->push(std::move(operation));
-  end.wait();
-  return impl_->device(device)->status().ok() ? Status() : impl_->failed_and_idle(device);
+  impl_->stream(device, stream)->drain();
+  return impl_->status(device);
 }
 
 void EmulatedRuntime::fail(int device, const std::string& message) { impl_->device(device)->fail(message); }

@@ -9,8 +9,8 @@
 //   recorded by the call. One that was never recorded is past.
 // - A copy from or to host memory that is not pinned ends before its call does, and so does all before it.
 // - An operation that fails leaves its result half done and the device failed for good: nothing after it is
-//   done, and every call tells that first cause. A call that returns a failure otherwise has given the
-//   stream nothing.
+//   done, and every call tells that first cause, once nothing is being done there any more. A call that
+//   returns a failure otherwise has given the stream nothing.
 // - What CUDA leaves undefined ends the process with a message: streams, events, pins and memory that are
 //   not there (any more) or of another device, an unpin of memory that an operation still uses, a free of an
 //   event that a thread waits for. An update that reaches host memory that is not pinned fails the device.
@@ -49,7 +49,8 @@ enum class EmulatedCall : int {
 };
 
 // The nth call of a kind on a device fails (counted from 0; -1: every one): at once, or, with `later`, when
-// the stream gets to its operation. Calls without an operation fail at once in any case.
+// the stream gets to its operation. A wait on the host has no operation: there the device fails with the
+// call. Set-up has no later.
 struct EmulatedFailure {
   EmulatedCall call = EmulatedCall::kAny;
   int device = 0;

@@ -135,7 +135,15 @@ class StreamState {
 
   int device_number() const { return device_number_; }
   void push(std::unique_ptr<Operation> operation) { queue_.push(operation.release()); }
-  // Waits for all that has been pushed; nothing may be pushed any more.
+  // Waits for all that has been pushed so far.
+  void drain() {
+    Mark end;
+    auto operation = std::make_unique<Operation>();
+    operation->passes = &end;
+    push(std::move(operation));
+    end.wait();
+  }
+  // The same, once and for all; nothing may be pushed any more.
   void finish() {
     if (!thread_.joinable()) return;
     auto end = std::make_unique<Operation>();
