@@ -26,13 +26,21 @@ class Accelerator:
     Attributes:
       runtime: what moves their data.
       count: how many there are in this process.
+      emulated: whether they are the CPU's devices, whose ordinals count those of other processes, too.
     """
 
     runtime: Any
     count: int
+    emulated: bool = False
 
     def device(self, ordinal: int) -> int:
-        """The runtime's number of the device that XLA calls ``ordinal`` (on the CPU those of other processes count too)."""
+        """The runtime's number of the device that XLA calls ``ordinal``.
+
+        Raises:
+          ValueError: if there is none.
+        """
+        if not self.emulated and ordinal >= self.count:
+            raise ValueError(f"XLA has a device {ordinal}, but CUDA sees {self.count}")
         return ordinal % self.count
 
 
@@ -53,7 +61,7 @@ class EmulatedFailure:
     later: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Emulation:
     devices: int
     seed: int
@@ -69,7 +77,7 @@ _made = itertools.count()
 def emulate(
     devices: int, seed: int = 0, longest_delay_us: int = 0, failures: Sequence[EmulatedFailure] = ()
 ) -> Iterator[None]:
-    """Has stores that are made in this context treat the CPU's devices as accelerators.
+    """Has stores that are made while this context lasts, on any thread, treat the CPU's devices as accelerators.
 
     Args:
       devices: how many to emulate; JAX's CPU devices are mapped to them by number.
@@ -85,11 +93,12 @@ def emulate(
     for failure in failures:
         if failure.call not in native.EMULATED_CALLS:
             raise ValueError(f"call={failure.call!r} is unknown; use one of {', '.join(native.EMULATED_CALLS)}")
-    _emulation.append(_Emulation(devices, seed, longest_delay_us, tuple(failures)))
+    wanted = _Emulation(devices, seed, longest_delay_us, tuple(failures))
+    _emulation.append(wanted)
     try:
         yield
     finally:
-        _emulation.pop()
+        _emulation.remove(wanted)
 
 
 def emulated() -> Accelerator | None:

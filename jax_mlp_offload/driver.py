@@ -235,6 +235,9 @@ class Driver:
             case "agreed":
                 _, mine, instance, device, ticket = event
                 scheduler.agreed(instance, device, mine, ticket, now_s)
+            case "lost":
+                _, instance, why = event
+                scheduler.fail(instance, errors.AcceleratorError(why), now_s)
 
     def _update_done(self, record: Record, adopted: list[int], why: str, now_s: float) -> None:
         error = errors.AcceleratorError(f"{why}; {self._scheduler.describe(record)}") if why else None

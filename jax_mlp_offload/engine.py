@@ -98,8 +98,9 @@ class Engine:
         self.closed = False
         self._probe: FirstProbe | None = None
         self.backends: list[Backend] = []
-        self._native = native.Engine(kernel_threads or native.cores())
-        self.devices = Devices(self._native, update_on)
+        threads = kernel_threads or native.cores()
+        self._native = native.Engine(threads)
+        self.devices = Devices(self._native, update_on, threads)
         sharing = Sharing(access)
         try:
             for tier in tiers:
@@ -153,6 +154,7 @@ class Engine:
                 raise errors.ClosedError("the store is closed")
             number = next(self._instances)  # not used again if anything below fails
             plan, slot_bytes, slots = self._size(leaves, layouts, devices, spans)
+            self.devices.add(devices, len(plan.buckets))
             first = self._native.slot_count()
             if slots:
                 self.devices.add_slots(devices, slots, slot_bytes)
@@ -167,19 +169,8 @@ class Engine:
             def tell_scheduler() -> None:
                 for i, device in enumerate(devices):
                     self.scheduler.add_slots(device, range(first + i * slots, first + (i + 1) * slots))
-                self.scheduler.add_instance(
-                    number,
-                    name,
-                    devices,
-                    [[bucket.record_bytes] * len(bucket.subgroups) for bucket in plan.buckets],
-                    plan.paths,
-                    lambda bucket, leaf: plan.leaves[plan.buckets[bucket].leaves[leaf]].path,
-                    foreign,
-                    spans,
-                )
+                _tell_instance(self.scheduler, number, name, plan, devices, foreign, spans)
 
-            for device in devices:
-                self.devices.add(device)
             self.driver.call(tell_scheduler, _CALL_TIMEOUT_S)
             if self._probe is None:
                 self._probe_tiers((plan.records - slots) * len(devices) * plan.largest_record_bytes)
@@ -296,12 +287,12 @@ class Engine:
             self.driver.stop()
             self._stop()
 
-        native.unregister_engine(self.number)
         if self._probe is not None:
             self._probe.stop()
         closing = threading.Thread(target=stop, name="jmo-close", daemon=True)
         closing.start()
         closing.join(self.deadline_s)
+        native.unregister_engine(self.number)  # not before: XLA's buffers are in use until all ops have ended
         self._close_backends()
         if closing.is_alive():
             _left_behind.append(self._native)
@@ -323,6 +314,28 @@ class Engine:
     def _close_backends(self) -> None:
         for backend in self.backends:
             backend.close()
+
+
+def _tell_instance(
+    scheduler: Scheduler,
+    number: int,
+    name: str,
+    plan: Plan,
+    devices: Sequence[int],
+    foreign: ForeignParams,
+    spans: bool,
+) -> None:
+    """On the driver's thread: a new optimizer."""
+    scheduler.add_instance(
+        number,
+        name,
+        devices,
+        [[bucket.record_bytes] * len(bucket.subgroups) for bucket in plan.buckets],
+        plan.paths,
+        lambda bucket, leaf: plan.leaves[plan.buckets[bucket].leaves[leaf]].path,
+        foreign,
+        spans,
+    )
 
 
 def _spec(backend: Backend, profiles: list[TierProfile] | None) -> TierSpec:

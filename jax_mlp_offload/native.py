@@ -20,7 +20,7 @@ from jax_mlp_offload import _native
 _PAGE_BYTES = 4096
 Engine = _native.Engine
 DeviceRuntime = _native.DeviceRuntime
-KINDS = ("arrived", "read", "written", "updated", "handed_back", "agreed", "woken")
+KINDS = ("arrived", "read", "written", "updated", "handed_back", "agreed", "woken", "lost")
 """Kinds of an event, by the number that comes first in it."""
 
 RULES = {"adam": 0, "sgd": 1}
@@ -49,6 +49,7 @@ runtime_of_capsule = _native.runtime_of_capsule
 emulated_runtime = _native.emulated_runtime
 add_device_slots = _native.add_device_slots
 add_linked_device = _native.add_linked_device
+add_blocks = _native.add_blocks
 update_on_device = _native.update_on_device
 link_stats = _native.link_stats
 measure_link = _native.measure_link

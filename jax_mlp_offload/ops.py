@@ -64,6 +64,10 @@ class Program:
     def _run(
         self, ticket: Array, hyper: Array, grads: list[Array], params: list[Array]
     ) -> tuple[Array, list[Array | None]]:
+        if self.split and getattr(jax.config, "jax_disable_jit", False):
+            raise ValueError(
+                "jax_mlp_offload: on a GPU an update is two calls of one program; take it out of jax.disable_jit()"
+            )
         used = self._leaves([True] * len(self.plan.buckets))
         read = self._leaves(self.reads_params)
         body: Callable[..., tuple[Array, dict[int, Array]]] = self._on_device
@@ -81,7 +85,7 @@ class Program:
                 check_vma=False,
             )
         elif self.layout.mesh is None and not self.layout.manual:
-            ticket = one_device_p.bind(ticket)
+            ticket = one_device_p.bind(ticket, platform=self.layout.platform)
         new_ticket, outs = body(ticket, hyper, {i: grads[i] for i in used}, {i: params[i] for i in read})
         return new_ticket, [outs.get(leaf) for leaf in range(len(grads))]
 
@@ -111,7 +115,8 @@ class Program:
             mine = [part.cut([grads[leaf] for leaf in part.leaves]) for part in parts]
             mine_params = [part.cut([params[leaf] for leaf in part.leaves]) for part in parts] if reads else []
             dtype = jnp.dtype(self.plan.leaves[bucket.leaves[0]].dtype)
-            operands.append(Operands(mine, mine_params, dtype))
+            cut = [leaf for leaf, part in enumerate(parts) if reads and part.axes]
+            operands.append(Operands(mine, mine_params, dtype, cut))
         run = run_split if self.split else run_whole
         tickets, outs = run(self.store, self.instance, ticket, hyper, operands)
         for bucket, out in zip(self.plan.buckets, outs, strict=True):
@@ -125,24 +130,30 @@ class Program:
         """The largest ticket of all processes, which this one's engine is told."""
         axes = self.layout.manual if self.layout.mesh is None else self.layout.mesh.axis_names
         agreed = jax.lax.pmax(ticket, axes)
-        call = jax.ffi.ffi_call("jmo_agree", TICKET, has_side_effect=True)
+        call = jax.ffi.ffi_call("jmo_agree", TICKET, has_side_effect=True, input_output_aliases={1: 0})
         told: Array = call(ticket, agreed, store=np.int64(self.store), instance=np.int64(self.instance))
         return told
 
 
-def _one_device_lowering(ctx: Any, ticket: Any) -> list[Any]:
+def _one_device_lowering(ctx: Any, ticket: Any, *, platform: str) -> list[Any]:
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if devices and devices > 1:
         raise ValueError(
             f"jax_mlp_offload: this program runs on {devices} devices, but the optimizer does not know how the params are "
             "sharded over them; pass mesh= and param_specs= (a tree of PartitionSpec or NamedSharding) to it"
         )
+    platforms = ctx.module_context.platforms
+    if ("cpu" in platforms) != (platform == "cpu"):
+        raise ValueError(
+            f"jax_mlp_offload: this program is for {', '.join(platforms)}, but the optimizer's params are taken to be on "
+            f"{platform}; call init with params that are where the step runs"
+        )
     return [ticket]
 
 
-# Identity on the ticket. At lowering, where the number of devices is known, it refuses a program on several devices
-# whose shardings were not given: XLA would say only "Side-effect HLO must have sharding".
+# Identity on the ticket. At lowering, where the devices are known, it refuses a program on several devices whose
+# shardings were not given (XLA would say only "Side-effect HLO must have sharding"), and one on another platform.
 one_device_p = Primitive("jmo_one_device")
-one_device_p.def_impl(lambda ticket: ticket)
-one_device_p.def_abstract_eval(lambda ticket: ticket)
+one_device_p.def_impl(lambda ticket, platform: ticket)
+one_device_p.def_abstract_eval(lambda ticket, platform: ticket)
 mlir.register_lowering(one_device_p, _one_device_lowering)

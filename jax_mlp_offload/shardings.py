@@ -281,7 +281,7 @@ def _unknown_shards(mesh: Mesh | None, manual: tuple[str, ...], device: jax.Devi
             )
         devices = jax.local_devices()
         spans = len(devices) < jax.device_count()
-        return Layout(None, (), tuple(map(ordinal, devices)), manual, spans, devices[0].platform)
+        return Layout(None, (), tuple(map(ordinal, devices)), manual, spans, platform_of(devices[0]))
     _check_manual(mesh, manual)
     return Layout(mesh, (), _ordinals(mesh), manual, _spans(mesh), _platform(mesh))
 
@@ -361,13 +361,19 @@ def _ordinals(mesh: Mesh) -> tuple[int, ...]:
     return tuple(ordinal(d) for d in mesh.devices.flat if d.process_index == here)
 
 
+def platform_of(device: Any) -> str:
+    """JAX's name of what a device is; it calls those of ROCm ``gpu``, too."""
+    rocm = device.platform == "gpu" and "rocm" in device.client.platform_version.lower()
+    return "rocm" if rocm else str(device.platform)
+
+
 def _platform(mesh: Mesh) -> str:
-    first: Any = mesh.devices.flat[0]
-    return str(first.platform)
+    return platform_of(mesh.devices.flat[0])
 
 
 def _on_one(device: jax.Device | None, manual: tuple[str, ...] = ()) -> Layout:
     """On this device; None: on JAX's default one."""
-    default = getattr(jax.config, "jax_default_device", None)
-    chosen = device or (default if isinstance(default, jax.Device) else jax.local_devices()[0])
-    return Layout(None, (), (ordinal(chosen),), manual, platform=chosen.platform)
+    if device is None:
+        default = getattr(jax.config, "jax_default_device", None)  # a device, a platform's name, or None
+        device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    return Layout(None, (), (ordinal(device),), manual, platform=platform_of(device))

@@ -38,18 +38,29 @@ def device_params_per_s(both_bps: float) -> float:
     return both_bps / (2 * _STATE_BYTES)
 
 
-def choose(wanted: UpdateOn, runtime: Any, device: int) -> bool:
-    """Whether a device is to update its records itself; ``AUTO`` measures link and kernel, in some tenths of a second."""
+def choose(wanted: UpdateOn, runtime: Any, device: int, threads: int, sharers: int) -> bool:
+    """Whether a device is to update its records itself; ``AUTO`` measures link and kernel, in some tenths of a second.
+
+    Args:
+      wanted: by the user.
+      runtime: of the device.
+      device: its number there.
+      threads: of the host's kernel.
+      sharers: devices that share it.
+
+    Raises:
+      RuntimeError: if the device cannot be measured.
+    """
     if wanted is not UpdateOn.AUTO:
         return wanted is UpdateOn.DEVICE
     to_host_bps, to_device_bps, both_bps = native.measure_link(runtime, device, PROBE_BYTES, _REPEATS)
-    return device_params_per_s(both_bps) > host_params_per_s(to_host_bps, to_device_bps, _kernel_params_per_s())
+    kernel = _kernel_params_per_s(threads) / sharers
+    return device_params_per_s(both_bps) > host_params_per_s(to_host_bps, to_device_bps, kernel)
 
 
 @functools.cache
-def _kernel_params_per_s() -> float:
-    """Of this machine's host kernel, on all cores."""
-    threads = native.cores()
+def _kernel_params_per_s(threads: int) -> float:
+    """Of this machine's host kernel."""
     bf16 = native.DTYPES["bfloat16"]
     seconds: float = native.time_kernel(_PROBE_ELEMENTS, bf16, bf16, threads, _REPEATS, True)
     return _PROBE_ELEMENTS / seconds

@@ -14,9 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jax_mlp_offload as jmo
-from jax_mlp_offload import accelerators, devices, native, update_on
+from jax_mlp_offload import accelerators, devices
 from jax_mlp_offload.accelerators import EmulatedFailure
-from jax_mlp_offload.update_on import UpdateOn
 from tests import meshes
 from tests.conftest import CHUNK_BYTES
 from tests.meshes import mesh_of
@@ -233,6 +232,54 @@ class TestProgram:
             with pytest.raises(jax.errors.JaxRuntimeError, match="jmo_pull without its jmo_push"):
                 jax.block_until_ready(pull(jnp.zeros(1, jnp.uint32), jnp.zeros(8)))
 
+    def test_pull_reads_nothing_that_may_be_worked_out_twice(self):
+        """Every operand of a pull is the program's input, or came back from a push."""
+        mesh = mesh_of(data=2)
+        params = make_params({"w": (64, 64), "b": (40,), "c": (5, 3)}, "bfloat16")
+        specs = {"w": P(), "b": P(), "c": P()}
+        placed = meshes.shard(params, mesh, specs)
+        with emulate(2), jmo.Store() as store:
+            tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
+
+            def step(params, state, x):
+                grads = jax.tree.map(lambda p: p.astype(jnp.float32) * x, params)  # of another dtype
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            text = jax.jit(step).lower(placed, tx.init(placed), 2.0).compile().as_text()
+        entry = dict(re.findall(r"(?m)^  (?:ROOT )?(%\S+) = (.*)$", text))
+        pulls = [line for line in entry.values() if 'custom_call_target="jmo_pull"' in line]
+        assert pulls
+        for pull in pulls:
+            _, *operands = re.search(r"custom-call\(([^)]*)\)", pull)[1].split(", ")
+            for operand in operands:
+                made = entry[operand]
+                source = re.search(r"get-tuple-element\((%[\w.]+)\)", made)
+                assert source, made
+                assert 'custom_call_target="jmo_push"' in entry[source[1]]
+
+    def test_program_for_another_platform_is_refused_when_it_is_lowered(self):
+        with jmo.Store() as store:
+            tx = jmo.adam(1e-2, store=store)
+            params = make_params({"w": (8,)})
+            step, state = make_step(tx), tx.init(params)
+            with pytest.raises(ValueError, match=r"program is for cuda, but .* on cpu; call init with params"):
+                step.trace(params, state, params).lower(lowering_platforms=("cuda",))
+
+    def test_disable_jit_is_refused(self):
+        with emulate(), jmo.Store() as store, jax.disable_jit():
+            tx = jmo.adam(1e-2, store=store)
+            params = make_params({"w": (8,)})
+            with pytest.raises(ValueError, match=r"take it out of jax\.disable_jit"):
+                tx.update(params, tx.init(params), params)
+
+    def test_more_buckets_than_any_step_had_before(self):
+        params = make_params({f"w{i}": (64,) for i in range(700)})
+        with emulate(), jmo.Store(subgroup_elements=64) as store:
+            first, _ = run(jmo.adam(1e-2, store=store, name="a"), params, record_gradients(params, 1))
+            second, _ = run(jmo.adam(1e-2, store=store, name="b"), params, record_gradients(params, 1))
+        assert_bits_equal(first, second)
+
 
 class TestFailures:
     @pytest.mark.parametrize("count", [1, 4])
@@ -292,6 +339,32 @@ class TestFailures:
             with contextlib.suppress(jmo.AcceleratorError):  # raised unless only a handler met it
                 store.close()
 
+    def test_failing_optimizer_waits_for_its_neighbours_updates(self):
+        """XLA frees the program's buffers when it hears of the error: nobody may write there then."""
+        params = make_params({"w": (300, 200), "v": (900, 200)}, "bfloat16")
+        gradients = record_gradients(params, 3)
+        # past the first step's copies of the smaller one
+        failure = EmulatedFailure("copy_to_device", nth=1)
+        with (
+            accelerators.emulate(1, seed=2, longest_delay_us=3000, failures=[failure]),
+            jmo.Store(update_on="host") as store,
+        ):
+            each = {"w": jmo.adamw(1e-2, store=store, name="w"), "v": jmo.adamw(1e-2, store=store, name="v")}
+            tx = optax.partition(each, {"w": "w", "v": "v"})
+            step, state = make_step(tx), tx.init(params)
+            new, state = step(params, state, gradients[0])
+            with pytest.raises(jmo.AcceleratorError, match="copy_to_device was refused"):
+                store.flush()
+            with pytest.raises(jax.errors.JaxRuntimeError, match="copy_to_device was refused"):
+                jax.block_until_ready(step(new, state, gradients[1]))
+            engine = store.engine
+            assert engine._native.open_requests() == 0
+            ours, _ = run(tx, params, gradients)
+        with jmo.Store() as store:
+            each = {"w": jmo.adamw(1e-2, store=store, name="w"), "v": jmo.adamw(1e-2, store=store, name="v")}
+            expected, _ = run(optax.partition(each, {"w": "w", "v": "v"}), params, gradients)
+        assert_bits_equal(ours, expected)
+
     def test_close_during_a_step(self):
         params = make_params({"w": (3000, 200)}, "bfloat16")
         with accelerators.emulate(1, seed=1, longest_delay_us=20_000):
@@ -314,61 +387,30 @@ class TestFailures:
             assert store.stats()["devices"][0]["update_on"] == "host"
         assert_bits_equal(ours, expected)
 
+    @pytest.mark.parametrize("which", [2, 3, 4, 5])
+    def test_slots_that_cannot_be_pinned_are_not_reached_by_the_device(self, which):
+        """Nor its hyperparameters; though all that the link had at first is pinned."""
+        params = make_params(SHAPES, "bfloat16")
+        gradients = record_gradients(params, STEPS)
+        # after the link's two pins come those of blocks and slots, of each optimizer
+        failure = EmulatedFailure("pin", nth=which)
+        with emulate(failures=[failure]), jmo.Store(update_on="device") as store:
+            optimizers = [jmo.adamw(1e-2, store=store, name=name) for name in ("a", "b")]
+            with pytest.warns(jmo.DeviceWarning, match="could not be pinned"):
+                (first, _), (second, _) = (run(tx, params, gradients) for tx in optimizers)
+            assert store.stats()["devices"][0]["update_on"] == "host"
+        assert_bits_equal(first, second)
+
+    def test_link_that_cannot_be_measured_leaves_updates_to_the_host(self):
+        params = make_params(SHAPES, "bfloat16")
+        with emulate(failures=[EmulatedFailure("make_memory", nth=-1)]), jmo.Store() as store:
+            with pytest.warns(jmo.DeviceWarning, match="could not be measured, so they run on the host"):
+                run(jmo.adamw(1e-2, store=store), params, record_gradients(params, 1))
+            assert store.stats()["devices"][0]["update_on"] == "host"
+
     @pytest.mark.parametrize("call", ["make_stream", "make_event"])
     def test_device_without_streams_refuses_the_optimizer(self, call):
         params = make_params(SHAPES)
         broken = emulate(failures=[EmulatedFailure(call, nth=-1)])
         with broken, jmo.Store() as store, pytest.raises(RuntimeError, match=call):
             run(jmo.adam(1e-2, store=store), params, record_gradients(params, 1))
-
-
-class TestDevices:
-    def test_store_serves_one_platform(self):
-        engine = native.Engine(1)
-        ours = devices.Devices(engine, UpdateOn.HOST)
-        assert ours.serve("cpu") is False
-        with pytest.raises(ValueError, match=r"'gpu', but other optimizers of this store.*another Store"):
-            ours.serve("gpu")
-        engine.close()
-
-    def test_unknown_platform(self):
-        engine = native.Engine(1)
-        with pytest.raises(ValueError, match="'tpu' cannot be offloaded"):
-            devices.Devices(engine, UpdateOn.HOST).serve("tpu")
-        engine.close()
-
-    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU here")
-    def test_gpu_that_is_not_there_is_an_error_that_says_what_to_do(self):
-        with pytest.raises(RuntimeError, match="the params are on a GPU, but"):
-            accelerators.cuda()
-
-    def test_bad_settings(self):
-        with pytest.raises(ValueError, match="update_on='gpu' is unknown; use one of host, device, auto"):
-            jmo.Store(update_on="gpu")
-        with pytest.raises(ValueError, match="devices=0"), accelerators.emulate(0):
-            pass
-        with pytest.raises(ValueError, match="call='fly' is unknown"), emulate(failures=[EmulatedFailure("fly")]):
-            pass
-
-
-class TestUpdateOn:
-    def test_pcie_leaves_it_to_the_host_and_a_coherent_link_to_the_device(self):
-        """PCIe 5 x16 beside a host that is not starved of cores; NVLink-C2C beside Grace."""
-        pcie = update_on.host_params_per_s(55e9, 55e9, 8e9)
-        assert pcie == 8e9 > update_on.device_params_per_s(90e9)
-        grace = update_on.host_params_per_s(300e9, 300e9, 12e9)
-        assert grace == 12e9 < update_on.device_params_per_s(600e9)
-
-    def test_a_slow_host_leaves_it_to_the_device(self):
-        assert update_on.host_params_per_s(55e9, 55e9, 1e9) < update_on.device_params_per_s(90e9)
-
-    def test_auto_measures(self):
-        with emulate():
-            accelerator = accelerators.emulated()
-            assert update_on.choose(UpdateOn.AUTO, accelerator.runtime, 0) in (True, False)
-            speeds = native.measure_link(accelerator.runtime, 0, 1 << 20, 2)
-            assert all(speed > 0 for speed in speeds)
-            with pytest.raises(ValueError, match="0 bytes"):
-                native.measure_link(accelerator.runtime, 0, 0, 2)
-            assert update_on.choose(UpdateOn.DEVICE, accelerator.runtime, 0)
-            assert not update_on.choose(UpdateOn.HOST, accelerator.runtime, 0)

@@ -1,3 +1,4 @@
+// See engine.h.
 #include "ffi/core/engine.h"
 
 #include <algorithm>
@@ -71,6 +72,14 @@ std::shared_ptr<Accelerator> Engine::accelerator(int64_t ordinal) const {
   return found == devices_.end() ? nullptr : found->second.accelerator;
 }
 
+std::vector<std::shared_ptr<Accelerator>> Engine::accelerators() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<Accelerator>> found;
+  for (const auto& device : devices_)
+    if (device.second.accelerator) found.push_back(device.second.accelerator);
+  return found;
+}
+
 Status Engine::add_bucket(int64_t instance, int64_t bucket, BucketSpec spec) {
   int64_t elements = 0;
   for (const LeafSpec& leaf : spec.leaves) elements += leaf.elements;
@@ -105,8 +114,10 @@ Status Engine::submit(Request request) {
   event.ticket = request.ticket;
   const auto spec = bucket(request.instance, request.bucket);
   if (!spec) return Status(Code::kInvalid, "there is no bucket " + std::to_string(request.bucket));
-  for (size_t leaf = 0; request.accelerator == nullptr && leaf < request.leaves.size(); ++leaf)
-    advise_huge_pages(request.leaves[leaf].out, spec->leaves[leaf].elements * size_of(spec->rule.param));
+  if (request.accelerator == nullptr) {
+    for (size_t leaf = 0; leaf < request.leaves.size(); ++leaf)
+      advise_huge_pages(request.leaves[leaf].out, spec->leaves[leaf].elements * size_of(spec->rule.param));
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return Status(Code::kClosed, "the store of this program is closed");
@@ -130,6 +141,14 @@ void Engine::agree(int64_t instance, int64_t device, uint32_t mine, uint32_t tic
   event.instance = instance;
   event.device = device;
   event.ticket = ticket;
+  push(std::move(event));
+}
+
+void Engine::lost(int64_t instance, const Status& status) {
+  Event event;
+  event.kind = EventKind::kLost;
+  event.instance = instance;
+  event.status = status;
   push(std::move(event));
 }
 
@@ -172,7 +191,7 @@ UpdateJob Engine::make_job(const Request& request, const BucketSpec& spec, const
   job.hyper = request.hyper;
   const size_t param_size = size_of(spec.rule.param);
   const size_t mu_size = size_of(spec.rule.mu), nu_size = size_of(spec.rule.nu);
-  const size_t master_size = spec.rule.param == DType::kF16 ? 4 : 2;
+  const size_t master_size = size_of(master_type(spec.rule.param));
   auto* cells = reinterpret_cast<uint32_t*>(memory + spec.cells_offset);
   int64_t leaf_begin = 0, done = 0;
   for (size_t leaf = 0; leaf < spec.leaves.size(); ++leaf) {
@@ -286,13 +305,7 @@ Status Engine::fail(uint64_t request_id, const std::string& message) {
 
 void Engine::fail_all(const std::string& message) {
   // XLA takes its buffers back below: what works on them has to end first.
-  std::vector<std::shared_ptr<Accelerator>> accelerators;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& device : devices_)
-      if (device.second.accelerator) accelerators.push_back(device.second.accelerator);
-  }
-  for (const auto& accelerator : accelerators) accelerator->close();
+  for (const auto& accelerator : accelerators()) accelerator->drain();
   kernels_->close();
   std::vector<uint64_t> open;
   {
@@ -315,6 +328,7 @@ void Engine::close() {
   }
   for (auto& tier : tiers_) tier->close();
   fail_all("jax_mlp_offload: the store of this program was closed while it ran");
+  for (const auto& accelerator : accelerators()) accelerator->close();
   for (auto& device : devices_) device.second.completions->close();
 }
 
@@ -341,6 +355,13 @@ std::shared_ptr<Engine> find_engine(int64_t id) {
   std::lock_guard<std::mutex> lock(registry_mutex);
   auto found = registry().find(id);
   return found == registry().end() ? nullptr : found->second;
+}
+
+std::vector<std::shared_ptr<Engine>> all_engines() {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  std::vector<std::shared_ptr<Engine>> engines;
+  for (const auto& entry : registry()) engines.push_back(entry.second);
+  return engines;
 }
 
 }  // namespace jmo

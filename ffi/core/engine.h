@@ -70,7 +70,10 @@ class Accelerator {
   // As KernelPool::submit, for segments whose `grad`, `param` and `out` lie on the device. Moved there or
   // here, they may fail: see UpdateResult.
   virtual void update(UpdateJob job, KernelPool::Done done) = 0;
-  // Ends what was given to it, and takes no more; the kernels still run. Idempotent.
+  // Ends the updates that were given to it, and takes no more; the kernels still run. Idempotent.
+  virtual void drain() = 0;
+  // Hands over no more requests. Those that are open have been ended, since what makes the others' gradients
+  // may wait for them. Idempotent.
   virtual void close() = 0;
 };
 
@@ -88,7 +91,7 @@ struct Request {
   std::function<void(const Status&)> finish;  // completes the promise; runs on the device's completion thread
 };
 
-enum class EventKind : int { kArrived = 0, kRead, kWritten, kUpdated, kHandedBack, kAgreed, kWoken };
+enum class EventKind : int { kArrived = 0, kRead, kWritten, kUpdated, kHandedBack, kAgreed, kWoken, kLost };
 
 struct Event {
   EventKind kind = EventKind::kWoken;
@@ -139,6 +142,9 @@ class Engine {
   // All processes gave the step that a device has been through `ticket`, where this one had `mine`.
   void agree(int64_t instance, int64_t device, uint32_t mine, uint32_t ticket);
 
+  // An optimizer's op was begun by XLA and will not arrive.
+  void lost(int64_t instance, const Status& status);
+
   // At most `most` events; waits up to `timeout_s` for the first.
   std::vector<Event> wait(double timeout_s, size_t most);
   void wake();
@@ -158,6 +164,7 @@ class Engine {
   void close();
 
  private:
+  std::vector<std::shared_ptr<Accelerator>> accelerators() const;
   void push(Event event);
   Request* find(uint64_t request);
   void end(uint64_t request, Status status);
@@ -186,5 +193,6 @@ class Engine {
 void register_engine(int64_t id, std::shared_ptr<Engine> engine);
 void unregister_engine(int64_t id);
 std::shared_ptr<Engine> find_engine(int64_t id);
+std::vector<std::shared_ptr<Engine>> all_engines();
 
 }  // namespace jmo

@@ -26,6 +26,9 @@ struct RuleSpec {
   bool nesterov = false;
 };
 
+// What a record holds of a 16-bit param's master: its lower half (of the bits of bf16), or all of it.
+constexpr DType master_type(DType param) { return param == DType::kF16 ? DType::kF32 : DType::kBF16; }
+
 // Positions of the hyperparameters in the op's `hyper` operand (f32).
 enum AdamHyper : int {
   kNegLr = 0,  // -learning_rate

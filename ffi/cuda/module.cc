@@ -13,6 +13,6 @@ NB_MODULE(_native_cuda, m) {
   m.attr("CUDA_VERSION") = CUDART_VERSION;
   m.def("runtime", [] {
     return nb::capsule(static_cast<jmo::DeviceRuntime*>(jmo::cuda::runtime()),
-                       "jax_mlp_offload.DeviceRuntime");
+                       jmo::kRuntimeCapsule);
   });
 }

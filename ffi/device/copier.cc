@@ -2,6 +2,8 @@
 #include "ffi/device/copier.h"
 
 #include <algorithm>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "ffi/core/io.h"
@@ -11,12 +13,6 @@ namespace jmo {
 namespace {
 
 constexpr size_t kTables = 16;
-
-size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
-
-char* at(const void* base, int64_t elements, DType type) {
-  return static_cast<char*>(const_cast<void*>(base)) + elements * static_cast<int64_t>(size_of(type));
-}
 
 // After a call that failed: what went before it may still be under way. (On a device that has failed as a
 // whole nothing is, and so it may refuse.)
@@ -38,8 +34,13 @@ Copier::Copier(DeviceRuntime& runtime, const CopierOptions& options, KernelPool&
     : runtime_(runtime), options_(options), kernels_(kernels) {
   status_ = set_up();
   if (!status_.ok()) return;
-  down_thread_ = std::thread([this] { run_down(); });
-  up_thread_ = std::thread([this] { run_up(); });
+  try {
+    down_thread_ = std::thread([this] { run_down(); });
+    up_thread_ = std::thread([this] { run_up(); });
+  } catch (const std::system_error& error) {
+    status_ = Status(Code::kIo, std::string("threads for copies: ") + error.what());
+    close();
+  }
 }
 
 Copier::~Copier() { close(); }

@@ -98,8 +98,8 @@ class Copier {
   KernelPool& kernels_;
   std::atomic<bool> on_device_{false};
   Status status_, pinned_;
+  std::unique_ptr<PinnedMemory> memory_;  // before the streams, so that it goes once they hold nothing
   std::unique_ptr<DeviceStream> down_, up_;
-  std::unique_ptr<PinnedMemory> memory_;
   std::vector<std::unique_ptr<Chunk>> chunks_;
   std::vector<std::unique_ptr<Table>> tables_;
 

@@ -89,6 +89,14 @@ class EmulatedRuntime::Impl {
     if (in_step) one(EmulatedCall::kAny);
     return fate;
   }
+  // A call on an event is not refused for reasons of its own: there the device fails. Null, or the name of
+  // the operation that will.
+  const char* event_fails_as(EmulatedCall call, int number) {
+    const Fate fate = this->fate(call, number);
+    const char* name = kNames[static_cast<int>(call)];
+    if (fate.now) device(number)->fail("device " + std::to_string(number) + ": " + name + " failed");
+    return fate.later ? name : nullptr;
+  }
   static Status refused(EmulatedCall call, int number) {
     return Status(Code::kIo, "device " + std::to_string(number) + ": " + kNames[static_cast<int>(call)] +
                                  " was refused");
@@ -329,10 +337,8 @@ Status EmulatedRuntime::update(int device, Stream stream, const DeviceUpdate& up
 Status EmulatedRuntime::record(int device, Event event, Stream stream) {
   StreamState* to = impl_->stream(device, stream);
   EventState* state = impl_->event(device, event);
-  const Impl::Fate fate = impl_->fate(EmulatedCall::kRecord, device);
-  if (fate.now) return Impl::refused(EmulatedCall::kRecord, device);
   auto operation = std::make_unique<Operation>();
-  if (fate.later) operation->fails_as = kNames[static_cast<int>(EmulatedCall::kRecord)];
+  operation->fails_as = impl_->event_fails_as(EmulatedCall::kRecord, device);
   std::lock_guard<std::mutex> lock(state->mutex);  // nobody finds the mark before it is in the queue
   if (Status status = impl_->status(device); !status.ok()) return status;
   operation->passes = &state->marks.emplace_back();
@@ -343,20 +349,16 @@ Status EmulatedRuntime::record(int device, Event event, Stream stream) {
 Status EmulatedRuntime::wait(int device, Stream stream, Event event) {
   StreamState* to = impl_->stream(device, stream);
   EventState* state = impl_->event(device, event);
-  const Impl::Fate fate = impl_->fate(EmulatedCall::kWait, device);
-  if (fate.now) return Impl::refused(EmulatedCall::kWait, device);
   auto operation = std::make_unique<Operation>();
-  if (fate.later) operation->fails_as = kNames[static_cast<int>(EmulatedCall::kWait)];
+  operation->fails_as = impl_->event_fails_as(EmulatedCall::kWait, device);
   operation->after = state->last();
   return impl_->push(device, to, std::move(operation));
 }
 
 Status EmulatedRuntime::wait_on_host(int device, Event event) {
   EventState* state = impl_->event(device, event);
-  EmulatedDevice* owner = impl_->device(device);
-  const Impl::Fate fate = impl_->fate(EmulatedCall::kWaitOnHost, device);
-  if (fate.now) return Impl::refused(EmulatedCall::kWaitOnHost, device);
-  if (fate.later) owner->fail("device " + std::to_string(device) + ": wait_on_host failed");
+  if (const char* as = impl_->event_fails_as(EmulatedCall::kWaitOnHost, device))
+    fail(device, "device " + std::to_string(device) + ": " + as + " failed");
   state->host_waits.fetch_add(1, std::memory_order_relaxed);
   if (Mark* mark = state->last()) mark->wait();
   Jitter(impl_->options.seed + impl_->host_waits.fetch_add(1, std::memory_order_relaxed),

@@ -49,8 +49,8 @@ enum class EmulatedCall : int {
 };
 
 // The nth call of a kind on a device fails (counted from 0; -1: every one): at once, or, with `later`, when
-// the stream gets to its operation. A wait on the host has no operation: there the device fails with the
-// call. Set-up has no later.
+// the stream gets to its operation. A call on an event tells of failures but has none of its own: where it
+// is to fail, the device does. Set-up has no later.
 struct EmulatedFailure {
   EmulatedCall call = EmulatedCall::kAny;
   int device = 0;
@@ -76,6 +76,7 @@ class EmulatedRuntime final : public DeviceRuntime {
   EmulatedRuntime& operator=(const EmulatedRuntime&) = delete;
 
   const char* name() const override { return "emulated"; }
+  bool is_emulated() const override { return true; }
   Status devices(int* count) const override;
   int numa_node(int device) const override;
   Status pin(void* memory, size_t bytes) override;

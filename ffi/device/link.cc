@@ -2,6 +2,9 @@
 #include "ffi/device/link.h"
 
 #include <algorithm>
+#include <chrono>
+#include <string>
+#include <system_error>
 #include <utility>
 
 namespace jmo {
@@ -15,32 +18,56 @@ struct DeviceLink::Block {
 DeviceLink::DeviceLink(Engine& engine, DeviceRuntime& runtime, const LinkOptions& options)
     : engine_(engine), runtime_(runtime), options_(options) {
   status_ = set_up();
-  if (status_.ok()) arrivals_thread_ = std::thread([this] { run_arrivals(); });
+  if (!status_.ok()) return;
+  try {
+    arrivals_thread_ = std::thread([this] { run_arrivals(); });
+  } catch (const std::system_error& error) {
+    status_ = Status(Code::kIo, std::string("a thread for arrivals: ") + error.what());
+  }
 }
 
-DeviceLink::~DeviceLink() { close(); }
+DeviceLink::~DeviceLink() {
+  close();
+  if (copier_) copier_->close();
+  completions_.close();
+}
 
 Status DeviceLink::set_up() {
-  if (options_.blocks == 0) return Status(Code::kInvalid, "a link needs blocks");
   copier_ = std::make_unique<Copier>(runtime_, options_.copier, engine_.kernels());
   if (!copier_->status().ok()) return copier_->status();
-  memory_ = std::make_unique<PinnedMemory>(runtime_, device(), options_.blocks * sizeof(Scalars));
-  if (!memory_->status().ok()) return memory_->status();
   own_ = std::make_unique<DeviceStream>(runtime_, device());
   if (!own_->status().ok()) return own_->status();
-  auto* scalars = reinterpret_cast<Scalars*>(memory_->get());
-  for (size_t index = 0; index < options_.blocks; ++index) {
-    blocks_.push_back(std::make_unique<Block>(runtime_, device(), scalars + index));
-    if (!blocks_.back()->event.status().ok()) return blocks_.back()->event.status();
-    free_blocks_.push_back(blocks_.back().get());
+  return add_blocks(options_.blocks);
+}
+
+Status DeviceLink::add_blocks(size_t count) {
+  if (count == 0) return Status();
+  auto memory = std::make_unique<PinnedMemory>(runtime_, device(), count * sizeof(Scalars));
+  if (!memory->status().ok()) return memory->status();
+  auto* scalars = reinterpret_cast<Scalars*>(memory->get());
+  std::vector<std::unique_ptr<Block>> blocks;
+  for (size_t index = 0; index < count; ++index) {
+    blocks.push_back(std::make_unique<Block>(runtime_, device(), scalars + index));
+    if (!blocks.back()->event.status().ok()) return blocks.back()->event.status();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  memory_.push_back(std::move(memory));
+  for (auto& block : blocks) {
+    free_blocks_.push_back(block.get());
+    blocks_.push_back(std::move(block));
   }
   return Status();
 }
 
-Status DeviceLink::pinned() const { return memory_->pinned().ok() ? copier_->pinned() : memory_->pinned(); }
+Status DeviceLink::pinned() const {
+  for (const auto& memory : memory_)
+    if (!memory->pinned().ok()) return memory->pinned();
+  return copier_->pinned();
+}
 
 DeviceLink::Block* DeviceLink::take_block() {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (free_blocks_.empty()) drop_left_behind();
   if (free_blocks_.empty()) return nullptr;
   Block* block = free_blocks_.back();
   free_blocks_.pop_back();
@@ -52,6 +79,22 @@ void DeviceLink::give_block(Block* block) {
   free_blocks_.push_back(block);
 }
 
+// Gives a block back that the stream may still write to. (On a device that has failed as a whole it does not,
+// and so the event may be refused.)
+void DeviceLink::abandon(Block* block, DeviceRuntime::Stream stream) {
+  if (block->event.record(stream).ok()) (void)block->event.wait_on_host();
+  give_block(block);
+}
+
+// What programs left here that were ended between push and pull, under mutex_.
+void DeviceLink::drop_left_behind() {
+  for (auto it = pushed_.begin(); it != pushed_.end();) {
+    const bool left = (*it)->ended;
+    if (left) free_blocks_.push_back((*it)->block);
+    it = left ? pushed_.erase(it) : std::next(it);
+  }
+}
+
 // ---- push
 
 Status DeviceLink::push(Request request, const uint32_t* ticket, const float* hyper, int hyper_count,
@@ -59,12 +102,10 @@ Status DeviceLink::push(Request request, const uint32_t* ticket, const float* hy
   if (hyper_count > kMostHypers)
     return Status(Code::kInvalid, std::to_string(hyper_count) + " hyperparameters, where " +
                                       std::to_string(kMostHypers) + " have room");
-  drop_left_behind(request.instance, request.bucket, request.run_id);
   Block* block = take_block();
   if (block == nullptr)
     return Status(Code::kInvalid, "device " + std::to_string(options_.ordinal) + " has more than " +
-                                      std::to_string(options_.blocks) +
-                                      " buckets under way at once; use larger subgroups");
+                                      std::to_string(blocks_.size()) + " ops under way at once");
   auto pushed = std::make_shared<Pushed>();
   pushed->instance = request.instance;
   pushed->bucket = request.bucket;
@@ -77,7 +118,7 @@ Status DeviceLink::push(Request request, const uint32_t* ticket, const float* hy
   if (status.ok())
     status = runtime_.copy_to_host(device(), stream, scalars->hyper, hyper, hyper_count * sizeof(float));
   if (!status.ok()) {
-    give_block(block);
+    abandon(block, stream);
     return status;
   }
   {
@@ -85,11 +126,12 @@ Status DeviceLink::push(Request request, const uint32_t* ticket, const float* hy
     pushed_.push_back(pushed);
   }
   status = expect(block, stream, wait, [this, pushed](const Status& past) { arrived(pushed, past); });
-  if (!status.ok()) {
+  if (status.ok()) return status;
+  {
     std::lock_guard<std::mutex> lock(mutex_);
     pushed_.remove(pushed);
-    free_blocks_.push_back(block);
   }
+  abandon(block, stream);
   return status;
 }
 
@@ -106,17 +148,6 @@ Status DeviceLink::expect(Block* block, DeviceRuntime::Stream stream, bool wait,
   }
   arriving_.notify_one();
   return Status();
-}
-
-// What a program that was ended between push and pull left here.
-void DeviceLink::drop_left_behind(int64_t instance, int64_t bucket, int64_t run_id) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (auto it = pushed_.begin(); it != pushed_.end();) {
-    const Pushed& old = **it;
-    const bool left = old.instance == instance && old.bucket == bucket && old.run_id != run_id && old.ended;
-    if (left) free_blocks_.push_back(old.block);
-    it = left ? pushed_.erase(it) : std::next(it);
-  }
 }
 
 // ---- arrivals
@@ -146,9 +177,10 @@ void DeviceLink::arrived(const std::shared_ptr<Pushed>& pushed, Status status) {
     request.finish = [this, pushed](const Status& ended) { end(pushed, ended); };
     status = engine_.submit(std::move(request));
     if (status.ok()) return;
-    status = Status(status.code(), "jax_mlp_offload: " + status.message());
+  } else {
+    engine_.lost(request.instance, status);
   }
-  end(pushed, status);
+  end(pushed, Status(status.code(), "jax_mlp_offload: " + status.message()));
 }
 
 void DeviceLink::end(const std::shared_ptr<Pushed>& pushed, const Status& status) {
@@ -160,7 +192,7 @@ void DeviceLink::end(const std::shared_ptr<Pushed>& pushed, const Status& status
     then = std::move(pushed->then);
   }
   ended_.notify_all();
-  if (then) then();
+  if (then) completions_.run(std::move(then));
 }
 
 // ---- pull
@@ -206,6 +238,21 @@ void DeviceLink::wait(const std::shared_ptr<Pushed>& pushed) {
   ended_.wait(lock, [&] { return pushed->ended; });
 }
 
+bool DeviceLink::settle_run(int64_t run_id, double timeout_s) {
+  const auto of_run = [run_id](const std::shared_ptr<Pushed>& pushed) { return pushed->run_id == run_id; };
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool all_ended = ended_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] {
+    return std::all_of(pushed_.begin(), pushed_.end(), [&](const std::shared_ptr<Pushed>& pushed) {
+      return !of_run(pushed) || pushed->ended;
+    });
+  });
+  if (!all_ended) return false;
+  for (const auto& pushed : pushed_)
+    if (of_run(pushed)) free_blocks_.push_back(pushed->block);
+  pushed_.remove_if(of_run);
+  return true;
+}
+
 Status DeviceLink::finish(const std::shared_ptr<Pushed>& pushed, const BucketSpec& spec, uint32_t* ticket_out,
                           DeviceRuntime::Stream stream, bool wait) {
   Block* block = pushed->block;
@@ -224,15 +271,14 @@ Status DeviceLink::finish(const std::shared_ptr<Pushed>& pushed, const BucketSpe
   return status;
 }
 
-Status DeviceLink::agree(int64_t instance, const uint32_t* mine, const uint32_t* agreed, uint32_t* ticket_out,
+Status DeviceLink::agree(int64_t instance, const uint32_t* mine, const uint32_t* agreed,
                          DeviceRuntime::Stream stream, bool wait) {
   Block* block = take_block();
   if (block == nullptr)
     return Status(Code::kInvalid,
                   "device " + std::to_string(options_.ordinal) + " has too many ops under way at once");
   Scalars* scalars = block->scalars;
-  Status status = runtime_.copy_on_device(device(), stream, ticket_out, agreed, sizeof(uint32_t));
-  if (status.ok()) status = runtime_.copy_to_host(device(), stream, &scalars->ticket, mine, sizeof(uint32_t));
+  Status status = runtime_.copy_to_host(device(), stream, &scalars->ticket, mine, sizeof(uint32_t));
   if (status.ok())
     status = runtime_.copy_to_host(device(), stream, &scalars->agreed, agreed, sizeof(uint32_t));
   if (status.ok())
@@ -241,7 +287,7 @@ Status DeviceLink::agree(int64_t instance, const uint32_t* mine, const uint32_t*
         engine_.agree(instance, options_.ordinal, block->scalars->ticket, block->scalars->agreed);
       give_block(block);
     });
-  if (!status.ok()) give_block(block);
+  if (!status.ok()) abandon(block, stream);
   return status;
 }
 
@@ -254,7 +300,6 @@ void DeviceLink::close() {
   }
   arriving_.notify_one();
   if (arrivals_thread_.joinable()) arrivals_thread_.join();
-  if (copier_) copier_->close();
 }
 
 }  // namespace jmo

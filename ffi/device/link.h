@@ -2,22 +2,24 @@
 // hands over, `jmo_pull` waits.
 //
 // 1. push: ticket and hyperparameters are copied into a pinned block on XLA's own stream, and an event is
-// recorded
-//    there, behind all that makes the gradients. Nothing waits.
+//    recorded there, behind all that makes the gradients. Nothing waits.
 // 2. The arrivals thread waits for the events, in order; then the request goes to the engine, as on the CPU.
 // 3. The engine has its subgroups updated (copier.h), and ends it. Results are on the device by then.
 // 4. pull: waits for that on the calling thread, and puts old params or zeros into the results where the
-// update was
-//    refused or skipped, on XLA's stream.
+//    update was refused or skipped, on XLA's stream.
 //
 // What always holds: results are written where the push's outputs lie, of which XLA knows only the pull as a
-// reader; gradients are operands of both, or the very outputs, so they stay until the pull. So pushed and
-// pulled pointers must be the same, which is checked. No device waits for another here, and none for a push
-// that has not come. A block is taken at the push and given back by the pull; there is no allocation of
-// device or pinned memory in between. A program that XLA ends between the two (another op of it failed)
-// leaves its ops here; they are dropped when the next run of the program comes. What was being updated then
-// is not to be trusted, nor is anything else of that process. Thread contract: push, agree and pull from
-// XLA's threads; update and close as the engine says.
+// reader; what the push reads are program inputs, or outputs of its own too, so that all of it stays until
+// the pull. So pushed and pulled pointers must be the same, which is checked. No device waits for another
+// here, and none for a push that has not come. A block is taken at the push and given back by the pull; there
+// is no allocation of device or pinned memory in between.
+// XLA frees a program's buffers as soon as one of its ops fails. So a handler that fails first waits until
+// all ops of the run have ended (settle_run). Where the op of another library fails between push and pull,
+// XLA takes away what is still read and written here: that process is not to be trusted. What such a run
+// leaves is dropped when blocks run out.
+//
+// Thread contract: push, agree and pull from XLA's threads; add_blocks before the ops that need them; update,
+// drain and close as the engine says.
 #pragma once
 
 #include <condition_variable>
@@ -31,6 +33,7 @@
 #include <vector>
 
 #include "ffi/core/engine.h"
+#include "ffi/core/worker.h"
 #include "ffi/device/copier.h"
 #include "ffi/device/resources.h"
 #include "ffi/device/runtime.h"
@@ -40,7 +43,7 @@ namespace jmo {
 struct LinkOptions {
   int64_t ordinal = 0;  // the engine's name of the device; the runtime's is the copier's
   CopierOptions copier;
-  size_t blocks = 1024;  // ops between push and pull, at most
+  size_t blocks = 64;  // ops between push and pull, at most; see add_blocks
 };
 
 class DeviceLink : public Accelerator {
@@ -75,6 +78,8 @@ class DeviceLink : public Accelerator {
   Status pinned() const;                            // why copies are slow, or ok
   int device() const { return options_.copier.device; }
   DeviceRuntime& runtime() { return runtime_; }
+  // Room for more ops at once. For set-up, never in a step.
+  Status add_blocks(size_t count);
   // A stream that stands for XLA's where XLA has none.
   DeviceRuntime::Stream own_stream() const { return own_->get(); }
   void set_on_device(bool on) { copier_->set_on_device(on); }
@@ -88,21 +93,25 @@ class DeviceLink : public Accelerator {
   // The op that was pushed with these buffers; null with a status if there is none.
   std::shared_ptr<Pushed> find(int64_t instance, int64_t bucket, int64_t run_id,
                                const std::vector<LeafBuffers>& leaves, Status* status);
-  // Calls `then` once the engine has ended the op: here, or on the device's completion thread.
+  // Calls `then` once the engine has ended the op: here, or on a thread of the link's own.
   void when_ended(const std::shared_ptr<Pushed>& pushed, std::function<void()> then);
   void wait(const std::shared_ptr<Pushed>& pushed);
   // Of an op that has ended: what is still to be put into the results, and the ticket. Gives its block back.
   Status finish(const std::shared_ptr<Pushed>& pushed, const BucketSpec& spec, uint32_t* ticket_out,
                 DeviceRuntime::Stream stream, bool wait);
+  // Waits until nothing of a run is under way here, and forgets it: XLA is to be told of an error. False if
+  // that takes longer than `timeout_s`.
+  bool settle_run(int64_t run_id, double timeout_s);
   // All processes agreed on a ticket, where this one had `mine`.
-  Status agree(int64_t instance, const uint32_t* mine, const uint32_t* agreed, uint32_t* ticket_out,
-               DeviceRuntime::Stream stream, bool wait);
+  Status agree(int64_t instance, const uint32_t* mine, const uint32_t* agreed, DeviceRuntime::Stream stream,
+               bool wait);
 
   // -- the engine
 
   void update(UpdateJob job, KernelPool::Done done) override {
     copier_->update(std::move(job), std::move(done));
   }
+  void drain() override { copier_->close(); }
   void close() override;
 
  private:
@@ -114,10 +123,11 @@ class DeviceLink : public Accelerator {
   Status set_up();
   Block* take_block();
   void give_block(Block* block);
+  void abandon(Block* block, DeviceRuntime::Stream stream);
   void run_arrivals();
   void arrived(const std::shared_ptr<Pushed>& pushed, Status status);
   void end(const std::shared_ptr<Pushed>& pushed, const Status& status);
-  void drop_left_behind(int64_t instance, int64_t bucket, int64_t run_id);
+  void drop_left_behind();
   Status expect(Block* block, DeviceRuntime::Stream stream, bool wait,
                 std::function<void(const Status&)> arrived);
 
@@ -125,7 +135,7 @@ class DeviceLink : public Accelerator {
   DeviceRuntime& runtime_;
   const LinkOptions options_;
   Status status_;
-  std::unique_ptr<PinnedMemory> memory_;
+  std::vector<std::unique_ptr<PinnedMemory>> memory_;  // of the blocks
   std::unique_ptr<DeviceStream> own_;
   std::unique_ptr<Copier> copier_;
   std::vector<std::unique_ptr<Block>> blocks_;
@@ -137,6 +147,7 @@ class DeviceLink : public Accelerator {
   std::deque<Arrival> arrivals_;
   bool closing_ = false;
   std::thread arrivals_thread_;
+  Worker completions_;  // what XLA wants to hear of the ops' ends
 };
 
 }  // namespace jmo

@@ -3,9 +3,12 @@
 // Thread contract: made and destroyed on one thread at a time; what they hold may be used from any.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <memory>
 
 #include "ffi/core/slots.h"
+#include "ffi/core/syscalls.h"
 #include "ffi/device/runtime.h"
 
 namespace jmo {
@@ -51,13 +54,20 @@ class DeviceEvent {
   Status status_;
 };
 
-// Pins memory of others while it lives, if it can be pinned.
+inline size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+
+// Pins memory of others while it lives, if it can be pinned. Forked children do not have it: what a device
+// writes there would otherwise go to whichever of them has the page.
 class Pin {
  public:
   Pin(DeviceRuntime& runtime, void* memory, size_t bytes)
-      : runtime_(runtime), memory_(memory), status_(runtime.pin(memory, bytes)) {}
+      : runtime_(runtime), memory_(memory), bytes_(bytes), status_(runtime.pin(memory, bytes)) {
+    if (status_.ok()) (void)syscalls().madvise(memory, bytes, MADV_DONTFORK);
+  }
   ~Pin() {
-    if (status_.ok()) runtime_.unpin(memory_);
+    if (!status_.ok()) return;
+    runtime_.unpin(memory_);
+    (void)syscalls().madvise(memory_, bytes_, MADV_DOFORK);
   }
   Pin(const Pin&) = delete;
   Pin& operator=(const Pin&) = delete;
@@ -67,6 +77,7 @@ class Pin {
  private:
   DeviceRuntime& runtime_;
   void* const memory_;
+  const size_t bytes_;
   const Status status_;
 };
 
@@ -74,7 +85,7 @@ class Pin {
 class PinnedMemory {
  public:
   PinnedMemory(DeviceRuntime& runtime, int device, size_t bytes)
-      : slots_(1, (bytes + 4095) / 4096 * 4096, 1, runtime.numa_node(device)) {
+      : slots_(1, whole_pages(bytes), 1, runtime.numa_node(device)) {
     if (slots_.status().ok()) pin_ = std::make_unique<Pin>(runtime, slots_.slot(0), slots_.slot_size());
   }
 

@@ -29,15 +29,20 @@ struct DeviceUpdate {
   bool fresh = false;
 };
 
+// Of the Python object that carries a runtime from one extension to another.
+constexpr char kRuntimeCapsule[] = "jax_mlp_offload.DeviceRuntime";
+
 class DeviceRuntime {
  public:
-  // Of this interface: two extensions must have been built from one.
-  static constexpr int kVersion = 1;
+  // Of this interface and of what goes through it: two extensions must have been built from one.
+  static constexpr int kVersion = 2'000'000 + 1'000 * sizeof(DeviceUpdate) + sizeof(Segment);
   using Stream = void*;
   using Event = void*;
 
   virtual ~DeviceRuntime() = default;
   virtual const char* name() const = 0;  // "cuda", "emulated"
+  // Whether its devices' memory is the host's.
+  virtual bool is_emulated() const { return false; }
 
   // -- set-up only
 

@@ -6,15 +6,9 @@
 namespace jmo {
 namespace {
 
-constexpr size_t kAlign = 64;
+constexpr size_t kAlign = 64;  // bytes, of operands in a chunk
 
 size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-char* at(void* base, int64_t elements, DType type) {
-  return static_cast<char*>(base) + elements * static_cast<int64_t>(size_of(type));
-}
-
-DType master_type(DType param) { return param == DType::kF16 ? DType::kF32 : DType::kBF16; }
 
 }  // namespace
 

@@ -25,6 +25,11 @@ struct Piece {
 // What passes through one chunk at a time.
 using Part = std::vector<Piece>;
 
+// Where the element `index` of an array is.
+inline char* at(const void* base, int64_t index, DType type) {
+  return static_cast<char*>(const_cast<void*>(base)) + index * static_cast<int64_t>(size_of(type));
+}
+
 // The least chunk that a part fits into: one cell of the widest elements.
 constexpr size_t kLeastChunkBytes = 2 * kCellElements * 4 + 128;
 

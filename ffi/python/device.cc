@@ -26,8 +26,6 @@ namespace nb = nanobind;
 namespace jmo {
 namespace {
 
-constexpr char kCapsule[] = "jax_mlp_offload.DeviceRuntime";
-
 // (what, device, nth, later): see EmulatedFailure
 using Failure = std::tuple<int, int, int64_t, bool>;
 
@@ -36,7 +34,7 @@ std::shared_ptr<DeviceRuntime> of_capsule(nb::capsule capsule, int version) {
     throw std::invalid_argument("the extension has version " + std::to_string(version) +
                                 " of the device interface, this one " +
                                 std::to_string(DeviceRuntime::kVersion) + "; build the package again");
-  auto* runtime = static_cast<DeviceRuntime*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
+  auto* runtime = static_cast<DeviceRuntime*>(PyCapsule_GetPointer(capsule.ptr(), kRuntimeCapsule));
   if (runtime == nullptr) throw nb::python_error();
   return std::shared_ptr<DeviceRuntime>(runtime, [](DeviceRuntime*) {});  // it is never destroyed
 }
@@ -73,29 +71,42 @@ std::string add_slots(Engine& engine, const std::shared_ptr<DeviceRuntime>& runt
   return why;
 }
 
+DeviceLink& link_of(const Engine& engine, int64_t ordinal) {
+  const auto accelerator = engine.accelerator(ordinal);
+  if (!accelerator) throw std::invalid_argument("device " + std::to_string(ordinal) + " has no link");
+  return static_cast<DeviceLink&>(*accelerator);
+}
+
+// The runtime has to outlive the link, which the engine keeps.
+struct LinkOf {
+  LinkOf(std::shared_ptr<DeviceRuntime> runtime_of, Engine& engine, const LinkOptions& options)
+      : runtime(std::move(runtime_of)), link(engine, *runtime, options) {}
+  const std::shared_ptr<DeviceRuntime> runtime;
+  DeviceLink link;
+};
+
+// Returns why its memory is not pinned.
 std::string add_device(Engine& engine, int64_t ordinal, const std::shared_ptr<DeviceRuntime>& runtime,
-                       int device, size_t chunk_bytes, size_t chunks, size_t blocks) {
+                       int device, size_t chunk_bytes, size_t chunks) {
   nb::gil_scoped_release release;
-  if (engine.accelerator(ordinal)) return "";
   LinkOptions options;
   options.ordinal = ordinal;
   options.copier.device = device;
   options.copier.chunk_bytes = chunk_bytes;
   options.copier.chunks = chunks;
-  options.blocks = blocks;
-  // the runtime has to outlive the link, which the engine keeps
-  auto* made = new DeviceLink(engine, *runtime, options);
-  std::shared_ptr<DeviceLink> link(made, [runtime](DeviceLink* gone) { delete gone; });
-  raise_if(link->status());
-  const std::string why = link->pinned().message();
-  engine.add_device(ordinal, std::move(link));
+  auto made = std::make_shared<LinkOf>(runtime, engine, options);
+  raise_if(made->link.status());
+  const std::string why = made->link.pinned().message();
+  engine.add_device(ordinal, std::shared_ptr<DeviceLink>(made, &made->link));
   return why;
 }
 
-DeviceLink& link_of(const Engine& engine, int64_t ordinal) {
-  const auto accelerator = engine.accelerator(ordinal);
-  if (!accelerator) throw std::invalid_argument("device " + std::to_string(ordinal) + " has no link");
-  return static_cast<DeviceLink&>(*accelerator);
+// As above.
+std::string add_blocks(const Engine& engine, int64_t ordinal, size_t count) {
+  nb::gil_scoped_release release;
+  DeviceLink& link = link_of(engine, ordinal);
+  raise_if(link.add_blocks(count));
+  return link.pinned().message();
 }
 
 nb::dict link_stats(const Engine& engine, int64_t ordinal) {
@@ -141,7 +152,8 @@ void bind_devices(nb::module_& m) {
   m.def("add_device_slots", &add_slots, nb::arg("engine"), nb::arg("runtime"), nb::arg("device"),
         nb::arg("count"), nb::arg("slot_size"));
   m.def("add_linked_device", &add_device, nb::arg("engine"), nb::arg("ordinal"), nb::arg("runtime"),
-        nb::arg("device"), nb::arg("chunk_bytes"), nb::arg("chunks"), nb::arg("blocks"));
+        nb::arg("device"), nb::arg("chunk_bytes"), nb::arg("chunks"));
+  m.def("add_blocks", &add_blocks, nb::arg("engine"), nb::arg("ordinal"), nb::arg("count"));
   m.def(
       "update_on_device",
       [](const Engine& engine, int64_t ordinal, bool on) { link_of(engine, ordinal).set_on_device(on); },

@@ -46,6 +46,7 @@ void raise_os_error_if(const Status& status) {
 // (kind, token, start_s, end_s, adopted leaves, error)                   kUpdated
 // (kind, mine, instance, device, ticket)                                 kAgreed
 // (kind, token)                                                          kHandedBack, kWoken
+// (kind, instance, error)                                                kLost
 nb::tuple event_tuple(const Event& event) {
   const int kind = static_cast<int>(event.kind);
   switch (event.kind) {
@@ -61,6 +62,8 @@ nb::tuple event_tuple(const Event& event) {
                             event.status.message());
     case EventKind::kAgreed:
       return nb::make_tuple(kind, event.token, event.instance, event.device, event.ticket);
+    case EventKind::kLost:
+      return nb::make_tuple(kind, event.instance, event.status.message());
     default:
       return nb::make_tuple(kind, event.token);
   }

@@ -1,3 +1,5 @@
+// The ops `jmo_update` and `jmo_agree` for the CPU, where XLA's buffers are the host's memory. Thread
+// contract: as handlers.h.
 #include "ffi/xla/handlers.h"
 
 #include <string>
@@ -9,37 +11,20 @@
 namespace jmo {
 namespace {
 
-xffi::Future failed(const Status& status) {
-  xffi::Promise promise;
-  xffi::Future future(promise);
-  promise.SetError(error_of(status));
-  return future;
-}
-
-xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi::DataType::U32> ticket,
-                        xffi::BufferR1<xffi::DataType::F32> hyper, xffi::RemainingArgs args,
-                        xffi::ResultBufferR1<xffi::DataType::U32> ticket_out, xffi::RemainingRets rets,
-                        int64_t store, int64_t instance, int64_t bucket) {
-  const Target target = find_target(store, instance, bucket);
-  if (!target.status.ok()) return failed(target.status);
+// Queues the request; `promise` is completed when it ends, unless this fails.
+Status submit_update(Request request, const xffi::BufferR1<xffi::DataType::F32>& hyper,
+                     xffi::RemainingArgs& args, xffi::RemainingRets& rets, int64_t store,
+                     xffi::Promise promise) {
+  const Target target = find_target(store, request.instance, request.bucket);
+  if (!target.status.ok()) return target.status;
   const BucketSpec& spec = *target.spec;
   const size_t leaves = spec.leaves.size();
   if (args.size() != leaves * (spec.reads_params ? 2 : 1) || rets.size() != leaves ||
       hyper.element_count() != static_cast<size_t>(spec.hyper_count) + 1)
-    return failed(wrong_operands(instance, bucket));
-
-  Request request;
-  request.instance = instance;
-  request.bucket = bucket;
-  request.device = device;
-  request.run_id = run_id.run_id;
-  request.ticket = ticket.typed_data()[0];
+    return wrong_operands(request.instance, request.bucket);
   request.hyper = hyper.typed_data();
-  request.ticket_out = ticket_out->typed_data();
   const Status checked = check_leaves(spec, args, rets, &request.leaves);
-  if (!checked.ok()) return failed(checked);
-  xffi::Promise promise;
-  xffi::Future future(promise);
+  if (!checked.ok()) return checked;
   request.finish = [promise](const Status& status) mutable {
     if (status.ok()) {
       promise.SetAvailable();
@@ -48,7 +33,26 @@ xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi:
     }
   };
   const Status status = target.engine->submit(std::move(request));
-  if (!status.ok()) promise.SetError(error_of(Status(status.code(), "jax_mlp_offload: " + status.message())));
+  return status.ok() ? status : Status(status.code(), "jax_mlp_offload: " + status.message());
+}
+
+xffi::Future update_cpu(xffi::RunId run_id, int32_t device, xffi::BufferR1<xffi::DataType::U32> ticket,
+                        xffi::BufferR1<xffi::DataType::F32> hyper, xffi::RemainingArgs args,
+                        xffi::ResultBufferR1<xffi::DataType::U32> ticket_out, xffi::RemainingRets rets,
+                        int64_t store, int64_t instance, int64_t bucket) {
+  xffi::Promise promise;
+  xffi::Future future(promise);
+  const xffi::Error error = guarded([&] {
+    Request request;
+    request.instance = instance;
+    request.bucket = bucket;
+    request.device = device;
+    request.run_id = run_id.run_id;
+    request.ticket = ticket.typed_data()[0];
+    request.ticket_out = ticket_out->typed_data();
+    return error_of(submit_update(std::move(request), hyper, args, rets, store, promise));
+  });
+  if (error.failure()) promise.SetError(error);
   return future;
 }
 

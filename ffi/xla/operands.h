@@ -4,8 +4,10 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "ffi/core/engine.h"
 #include "xla/ffi/api/ffi.h"
@@ -15,6 +17,7 @@ namespace jmo {
 namespace xffi = xla::ffi;
 
 inline xffi::Error error_of(const Status& status) {
+  if (status.ok()) return xffi::Error::Success();
   const auto code =
       status.code() == Code::kInvalid ? XLA_FFI_Error_Code_INVALID_ARGUMENT : XLA_FFI_Error_Code_ABORTED;
   return xffi::Error(code, status.message());
@@ -34,9 +37,20 @@ bool is_param(const BucketSpec& spec, size_t leaf, const xffi::AnyBuffer& buffer
 Status check_leaf(const BucketSpec& spec, size_t leaf, const xffi::AnyBuffer& grad,
                   const xffi::AnyBuffer& out, const xffi::AnyBuffer* param, LeafBuffers* buffers);
 // All leaves of an op whose remaining operands are gradients, then params if the bucket reads them, and whose
-// remaining results are one a leaf.
+// remaining results begin with one a leaf.
 Status check_leaves(const BucketSpec& spec, xffi::RemainingArgs& args, xffi::RemainingRets& rets,
                     std::vector<LeafBuffers>* leaves);
+// What `handler` returns; an exception of it, which XLA could not catch, as an error.
+template <typename Handler>
+auto guarded(Handler handler) -> decltype(handler()) {
+  try {
+    return handler();
+  } catch (const std::exception& error) {
+    return xffi::Error(XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
+                       std::string("jax_mlp_offload: a handler failed: ") + error.what());
+  }
+}
+
 // That an op has other operands than planned.
 Status wrong_operands(int64_t instance, int64_t bucket);
 
