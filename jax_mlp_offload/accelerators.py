@@ -49,7 +49,9 @@ class EmulatedFailure:
     """The ``nth`` call of a kind on a device fails (from 0; -1: every one).
 
     Attributes:
-      call: name of a call of ``DeviceRuntime`` (``ffi/device/runtime.h``) that can fail, or ``any``.
+      call: what fails: ``pin``, ``make_memory``, ``make_stream``, ``make_event``, ``copy_to_host``, ``copy_to_device``,
+        ``copy_on_device``, ``set_zero``, ``set_u32``, ``update``, ``record``, ``wait``, ``wait_on_host``, or ``any`` of
+        those that come in a step (``ffi/device/runtime.h`` says what they do).
       device: on which one.
       nth: which call.
       later: when the stream gets there, so that everything on the device fails from then on; else the call itself.
@@ -62,14 +64,16 @@ class EmulatedFailure:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Emulation:
+class Emulation:
+    """What ``emulate`` was asked for."""
+
     devices: int
     seed: int
     longest_delay_us: int
     failures: tuple[EmulatedFailure, ...]
 
 
-_emulation: list[_Emulation] = []  # the last counts
+_emulation: list[Emulation] = []  # the last counts
 _made = itertools.count()
 
 
@@ -93,7 +97,7 @@ def emulate(
     for failure in failures:
         if failure.call not in native.EMULATED_CALLS:
             raise ValueError(f"call={failure.call!r} is unknown; use one of {', '.join(native.EMULATED_CALLS)}")
-    wanted = _Emulation(devices, seed, longest_delay_us, tuple(failures))
+    wanted = Emulation(devices, seed, longest_delay_us, tuple(failures))
     _emulation.append(wanted)
     try:
         yield
@@ -101,11 +105,13 @@ def emulate(
         _emulation.remove(wanted)
 
 
-def emulated() -> Accelerator | None:
-    """An emulated accelerator of its own for a store, where one is asked for."""
-    if not _emulation:
-        return None
-    wanted = _emulation[-1]
+def emulation() -> Emulation | None:
+    """What a store that is made now is to emulate."""
+    return _emulation[-1] if _emulation else None
+
+
+def emulated(wanted: Emulation) -> Accelerator:
+    """An emulated accelerator of its own for a store."""
     failures = [(native.EMULATED_CALLS[f.call], f.device, f.nth, f.later) for f in wanted.failures]
     seed = wanted.seed + next(_made)
     return Accelerator(native.emulated_runtime(wanted.devices, seed, wanted.longest_delay_us, failures), wanted.devices)

@@ -31,6 +31,7 @@ class Devices:
         self._engine = engine
         self._update_on = update_on
         self._kernel_threads = kernel_threads
+        self._emulation = accelerators.emulation()
         self._platform: str | None = None
         self._accelerator: accelerators.Accelerator | None = None
         self._on_device: dict[int, bool] = {}  # of accelerators, by ordinal: whether they update records themselves
@@ -45,7 +46,7 @@ class Devices:
         """
         if self._platform is None:
             if platform == "cpu":
-                self._accelerator = accelerators.emulated()
+                self._accelerator = accelerators.emulated(self._emulation) if self._emulation else None
             elif platform in ("gpu", "cuda"):
                 self._accelerator = accelerators.cuda()
             else:

@@ -236,8 +236,10 @@ class Driver:
                 _, mine, instance, device, ticket = event
                 scheduler.agreed(instance, device, mine, ticket, now_s)
             case "lost":
-                _, instance, why = event
-                scheduler.fail(instance, errors.AcceleratorError(why), now_s)
+                _, instance, bucket, device, run_id, why = event
+                record = scheduler.instances[instance].records[bucket, device][0]
+                error = errors.AcceleratorError(f"{why}; {scheduler.describe(record)}")
+                scheduler.fail(instance, error, now_s, run_id)
 
     def _update_done(self, record: Record, adopted: list[int], why: str, now_s: float) -> None:
         error = errors.AcceleratorError(f"{why}; {self._scheduler.describe(record)}") if why else None

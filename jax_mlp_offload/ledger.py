@@ -77,6 +77,7 @@ class Ledger:
         self._next = _start() if first is None else first
         self._expected = buckets * len(devices)
         self._last: dict[tuple[int, int], int] = {}
+        self._lost: int | None = None  # run of which an operation never came
         self._open: list[Step] = []  # steps whose operations have not all come, oldest first
 
     def admit(self, bucket: int, device: int, run_id: int, ticket: int) -> Step:
@@ -123,6 +124,10 @@ class Ledger:
         self._next = max(self._next, agreed + 1)
         return False
 
+    def lose(self, run_id: int) -> None:
+        """An operation of this run never comes: what else it sends fails, even if it starts afresh."""
+        self._lost = run_id
+
     def all_here(self, step: Step) -> bool:
         """Whether every operation of the step has come."""
         return len(step.arrived) == self._expected
@@ -145,7 +150,9 @@ class Ledger:
         step = Step(self._next, ticket, run_id, next(_begun))
         self._next += 1
         last = self._last.get(key, 0)
-        if ticket == 0:
+        if run_id == self._lost:
+            step.failed = True
+        elif ticket == 0:
             self.broken = None
             self.era = step.serial
         elif self.broken is not None and self.spans and ticket == last:

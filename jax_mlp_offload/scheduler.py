@@ -252,10 +252,13 @@ class Scheduler:
             self._moving[self.devices[record.device]] = None
         self._settle()
 
-    def fail(self, instance: int, cause: errors.OffloadError, now_s: float) -> None:
-        """What an optimizer is given from outside cannot be had: its open operations end, and it is broken."""
+    def fail(self, instance: int, cause: errors.OffloadError, now_s: float, run_id: int | None = None) -> None:
+        """What an optimizer is given from outside (by this run) cannot be had: its operations end, and it is broken."""
         self._operations.now_s = now_s
-        self._fail(self.instances[instance], cause)
+        owner = self.instances[instance]
+        if run_id is not None:
+            owner.ledger.lose(run_id)
+        self._fail(owner, cause)
         self._settle()
 
     def tick(self, now_s: float) -> None:

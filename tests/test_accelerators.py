@@ -284,16 +284,25 @@ class TestProgram:
 class TestFailures:
     @pytest.mark.parametrize("count", [1, 4])
     @pytest.mark.parametrize(
-        ("call", "place"), [("copy_to_host", "host"), ("copy_to_device", "host"), ("update", "device")]
+        ("call", "nth", "place"),
+        [
+            ("copy_to_host", 0, "host"),  # of the ticket, then of hyperparameters and gradients
+            ("copy_to_host", 1, "host"),
+            ("copy_to_host", 8, "host"),
+            ("copy_to_device", 1, "host"),
+            ("update", 1, "device"),
+        ],
     )
-    def test_refused_call_fails_the_step_by_name_and_init_goes_on(self, call, place, count):
-        """Old params come back of what had not ended, the next update raises, and a fresh start has plain numbers again."""
+    def test_refused_call_fails_the_step_by_name_and_init_goes_on(self, call, nth, place, count):
+        """Old params come back of what had not ended, the next update raises, and a fresh start has plain numbers again.
+
+        Other devices are not left alone in a collective.
+        """
         params = make_params(FAILING_SHAPES, "bfloat16")
-        mesh, specs = mesh_of(fsdp=count), dict.fromkeys(params, P("fsdp", None))
+        mesh, specs = mesh_of(fsdp=count), {"w": P("fsdp", None), "v": P()}
         gradients = [meshes.shard(grads, mesh, specs) for grads in record_gradients(params, 2)]
         placed = meshes.shard(params, mesh, specs)
-        # the first copies to the host are those of tickets and hyperparameters
-        failure = EmulatedFailure(call, device=count - 1, nth=8 if call == "copy_to_host" else 1)
+        failure = EmulatedFailure(call, device=count - 1, nth=nth)
         with emulate(count, failures=[failure]), jmo.Store(subgroup_elements=4096, update_on=place) as store:
             tx = jmo.adamw(1e-2, store=store, mesh=mesh, param_specs=specs)
             step = make_step(tx)

@@ -282,3 +282,15 @@ def test_devices_of_several_processes_go_at_their_own_pace(starts, random, fault
         }
         if run_id:
             assert len(set(own.values()) - {POISON}) <= 1, "after the first step all count alike"
+
+
+def test_run_that_lost_an_operation_fails_though_it_starts_afresh():
+    ledger = Ledger("adam", 2, [0])
+    ledger.broken = "copy_to_host was refused"
+    ledger.lose(run_id=7)
+    step = ledger.admit(0, 0, 7, 0)
+    assert step.failed
+    assert ledger.broken == "copy_to_host was refused"
+    again = ledger.admit(0, 0, 8, 0)
+    assert not again.failed
+    assert ledger.broken is None

@@ -22,7 +22,7 @@ def test_a_slow_host_leaves_it_to_the_device():
 
 def test_auto_measures():
     with accelerators.emulate(1):
-        accelerator = accelerators.emulated()
+        accelerator = accelerators.emulated(accelerators.emulation())
         assert update_on.choose(UpdateOn.AUTO, accelerator.runtime, 0, 1, 1) in (True, False)
         speeds = native.measure_link(accelerator.runtime, 0, 1 << 20, 2)
         assert all(speed > 0 for speed in speeds)

@@ -144,10 +144,13 @@ void Engine::agree(int64_t instance, int64_t device, uint32_t mine, uint32_t tic
   push(std::move(event));
 }
 
-void Engine::lost(int64_t instance, const Status& status) {
+void Engine::lost(const Request& request, const Status& status) {
   Event event;
   event.kind = EventKind::kLost;
-  event.instance = instance;
+  event.instance = request.instance;
+  event.bucket = request.bucket;
+  event.device = request.device;
+  event.run_id = request.run_id;
   event.status = status;
   push(std::move(event));
 }

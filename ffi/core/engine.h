@@ -34,6 +34,9 @@
 
 namespace jmo {
 
+// The ticket of a step that failed; no serial has it.
+constexpr uint32_t kPoisonTicket = 0xFFFFFFFF;
+
 struct LeafSpec {
   int64_t elements = 0;  // of one device's shard
   bool decay = false;
@@ -142,8 +145,8 @@ class Engine {
   // All processes gave the step that a device has been through `ticket`, where this one had `mine`.
   void agree(int64_t instance, int64_t device, uint32_t mine, uint32_t ticket);
 
-  // An optimizer's op was begun by XLA and will not arrive.
-  void lost(int64_t instance, const Status& status);
+  // A request was begun by XLA and will not be submitted.
+  void lost(const Request& request, const Status& status);
 
   // At most `most` events; waits up to `timeout_s` for the first.
   std::vector<Event> wait(double timeout_s, size_t most);

@@ -1,17 +1,17 @@
 // The threads of the fused update and the pieces they take.
 //
 // 1. The cells of a job's segments are numbered through; a piece is kPieceCells consecutive ones, so it may
-// end one
-//    segment and begin the next (small leaves do not cost a piece each).
+//    end one segment and begin the next (small leaves do not cost a piece each).
 // 2. The queue holds jobs that still have untaken pieces, and functions, in the order of submission. A thread
-// takes
-//    the next piece of the first entry; the thread that takes the last piece removes the entry, so that the
-//    others go on with the next job while this one is finished.
+//    takes the next piece of the first entry; the thread that takes the last piece removes the entry, so that
+//    the others go on with the next job while this one is finished.
 // 3. The thread that finishes a job's last piece calls `done`.
 //
 // What always holds: each piece is run once, each `done` is called once, and neither is called with the lock
-// held. Thread contract: as kernel_pool.h says. In a closed pool a submission is a bug of the caller and ends
-// the process.
+// held.
+//
+// Thread contract: as kernel_pool.h says. In a closed pool a submission is a bug of the caller and ends the
+// process.
 #include "ffi/core/kernel_pool.h"
 
 #include <algorithm>

@@ -77,7 +77,11 @@ Status check_driver() {
 int device_with_context() {
   const DriverCalls& calls = driver_calls();
   int count = 0;
-  if (calls.error != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) return 0;
+  if (calls.error != cudaSuccess) return 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    (void)cudaGetLastError();  // no error of ours stays behind
+    return 0;
+  }
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     CUdevice device = 0;
     unsigned flags = 0;

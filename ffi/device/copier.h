@@ -1,23 +1,23 @@
 // Updates of one device's subgroups: what lies on the device passes through pinned chunks to the host's
 // kernels and back, or the device updates the pinned records itself.
 //
-//   update --> [jobs] --down thread: copy_to_host, wait--> kernel threads: update, copy_to_device --up
-//   thread: wait--> done
+//   update --> [jobs] --down thread: copy_to_host, wait--> kernel threads: update, copy_to_device
+//                                                            --up thread: wait--> done
 //
 // 1. The down thread cuts a job into parts, gives each a free chunk and copies its gradients and params there
-// on the
-//    `down` stream, as many parts ahead as there are chunks; then it waits for the oldest and hands it to the
-//    kernels.
+//    on the `down` stream, as many parts ahead as there are chunks; then it waits for the oldest and hands it
+//    to the kernels.
 // 2. The kernel thread that ends a part copies its results to the device on the `up` stream.
 // 3. The up thread waits for that, frees the chunk, and calls `done` once all parts of the job are through.
 // 4. With `on_device` the down thread gives the whole job to the device on the `up` stream instead (in tables
-// of
-//    segments), and the up thread waits for it.
+//    of segments), and the up thread waits for it.
 //
 // What always holds: when `done` is called, nothing reads or writes the job's memory any more, on host or
 // device. A failure of the device ends a job with its status, never silently. Gradients are there before
-// `update` is called. Thread contract: update and set_on_device from any thread; close (idempotent) from any
-// but its own and the kernels'.
+// `update` is called.
+//
+// Thread contract: update and set_on_device from any thread; close (idempotent) from any but its own and the
+// kernels'.
 #pragma once
 
 #include <atomic>

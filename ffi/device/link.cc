@@ -50,6 +50,7 @@ Status DeviceLink::add_blocks(size_t count) {
     blocks.push_back(std::make_unique<Block>(runtime_, device(), scalars + index));
     if (!blocks.back()->event.status().ok()) return blocks.back()->event.status();
   }
+  if (!memory->pinned().ok()) copier_->set_on_device(false);
   std::lock_guard<std::mutex> lock(mutex_);
   memory_.push_back(std::move(memory));
   for (auto& block : blocks) {
@@ -67,7 +68,6 @@ Status DeviceLink::pinned() const {
 
 DeviceLink::Block* DeviceLink::take_block() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (free_blocks_.empty()) drop_left_behind();
   if (free_blocks_.empty()) return nullptr;
   Block* block = free_blocks_.back();
   free_blocks_.pop_back();
@@ -79,17 +79,18 @@ void DeviceLink::give_block(Block* block) {
   free_blocks_.push_back(block);
 }
 
-// Gives a block back that the stream may still write to. (On a device that has failed as a whole it does not,
-// and so the event may be refused.)
-void DeviceLink::abandon(Block* block, DeviceRuntime::Stream stream) {
+// Until the stream no longer writes to a block. (On a device that has failed as a whole it does not, and so
+// the event may be refused.)
+void DeviceLink::settle(Block* block, DeviceRuntime::Stream stream) {
   if (block->event.record(stream).ok()) (void)block->event.wait_on_host();
-  give_block(block);
 }
 
-// What programs left here that were ended between push and pull, under mutex_.
-void DeviceLink::drop_left_behind() {
+// If blocks have run out: what programs left here that were ended between push and pull, before this run.
+void DeviceLink::drop_left_behind(int64_t run_id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!free_blocks_.empty()) return;
   for (auto it = pushed_.begin(); it != pushed_.end();) {
-    const bool left = (*it)->ended;
+    const bool left = (*it)->ended && (*it)->run_id != run_id;
     if (left) free_blocks_.push_back((*it)->block);
     it = left ? pushed_.erase(it) : std::next(it);
   }
@@ -102,6 +103,7 @@ Status DeviceLink::push(Request request, const uint32_t* ticket, const float* hy
   if (hyper_count > kMostHypers)
     return Status(Code::kInvalid, std::to_string(hyper_count) + " hyperparameters, where " +
                                       std::to_string(kMostHypers) + " have room");
+  drop_left_behind(request.run_id);
   Block* block = take_block();
   if (block == nullptr)
     return Status(Code::kInvalid, "device " + std::to_string(options_.ordinal) + " has more than " +
@@ -113,26 +115,36 @@ Status DeviceLink::push(Request request, const uint32_t* ticket, const float* hy
   pushed->leaves = request.leaves;
   pushed->block = block;
   pushed->request = std::move(request);
-  Scalars* scalars = block->scalars;
-  Status status = runtime_.copy_to_host(device(), stream, &scalars->ticket, ticket, sizeof(uint32_t));
-  if (status.ok())
-    status = runtime_.copy_to_host(device(), stream, scalars->hyper, hyper, hyper_count * sizeof(float));
-  if (!status.ok()) {
-    abandon(block, stream);
-    return status;
-  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     pushed_.push_back(pushed);
   }
-  status = expect(block, stream, wait, [this, pushed](const Status& past) { arrived(pushed, past); });
+  Scalars* scalars = block->scalars;
+  Status status = runtime_.copy_to_host(device(), stream, &scalars->ticket, ticket, sizeof(uint32_t));
+  if (status.ok())
+    status = runtime_.copy_to_host(device(), stream, scalars->hyper, hyper, hyper_count * sizeof(float));
+  if (status.ok())
+    status = expect(block, stream, wait, [this, pushed](const Status& past) { arrived(pushed, past); });
   if (status.ok()) return status;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    pushed_.remove(pushed);
+  settle(block, stream);
+  if (status.code() != Code::kClosed) {
+    lose(pushed, status);
+    return Status();
   }
-  abandon(block, stream);
+  std::lock_guard<std::mutex> lock(mutex_);
+  pushed_.remove(pushed);
+  free_blocks_.push_back(block);
   return status;
+}
+
+// The device refused something before the op arrived. The others may be on their way into a collective, so
+// this one must not just end: the pull gives old params and the poison ticket.
+void DeviceLink::lose(const std::shared_ptr<Pushed>& pushed, const Status& status) {
+  engine_.lost(pushed->request, status);
+  pushed->request = Request();
+  pushed->handed_back = true;
+  pushed->ticket = kPoisonTicket;
+  end(pushed, Status());
 }
 
 // Has `arrived` called once the stream has got so far; it is not called where this fails.
@@ -166,21 +178,20 @@ void DeviceLink::run_arrivals() {
   }
 }
 
-void DeviceLink::arrived(const std::shared_ptr<Pushed>& pushed, Status status) {
-  Request request = std::move(pushed->request);
-  if (status.ok()) {
-    request.ticket = pushed->block->scalars->ticket;
-    request.hyper = pushed->block->scalars->hyper;
-    request.ticket_out = &pushed->ticket;
-    request.accelerator = this;
-    request.handed_back = &pushed->handed_back;
-    request.finish = [this, pushed](const Status& ended) { end(pushed, ended); };
-    status = engine_.submit(std::move(request));
-    if (status.ok()) return;
-  } else {
-    engine_.lost(request.instance, status);
+void DeviceLink::arrived(const std::shared_ptr<Pushed>& pushed, const Status& past) {
+  if (!past.ok()) {
+    lose(pushed, past);
+    return;
   }
-  end(pushed, Status(status.code(), "jax_mlp_offload: " + status.message()));
+  Request request = std::move(pushed->request);
+  request.ticket = pushed->block->scalars->ticket;
+  request.hyper = pushed->block->scalars->hyper;
+  request.ticket_out = &pushed->ticket;
+  request.accelerator = this;
+  request.handed_back = &pushed->handed_back;
+  request.finish = [this, pushed](const Status& ended) { end(pushed, ended); };
+  const Status status = engine_.submit(std::move(request));
+  if (!status.ok()) end(pushed, Status(status.code(), "jax_mlp_offload: " + status.message()));
 }
 
 void DeviceLink::end(const std::shared_ptr<Pushed>& pushed, const Status& status) {
@@ -287,7 +298,10 @@ Status DeviceLink::agree(int64_t instance, const uint32_t* mine, const uint32_t*
         engine_.agree(instance, options_.ordinal, block->scalars->ticket, block->scalars->agreed);
       give_block(block);
     });
-  if (!status.ok()) abandon(block, stream);
+  if (!status.ok()) {
+    settle(block, stream);
+    give_block(block);
+  }
   return status;
 }
 

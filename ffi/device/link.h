@@ -82,12 +82,14 @@ class DeviceLink : public Accelerator {
   Status add_blocks(size_t count);
   // A stream that stands for XLA's where XLA has none.
   DeviceRuntime::Stream own_stream() const { return own_->get(); }
-  void set_on_device(bool on) { copier_->set_on_device(on); }
+  // Of no effect while memory of the link's is not pinned.
+  void set_on_device(bool on) { copier_->set_on_device(on && pinned().ok()); }
   CopierStats stats() const { return copier_->stats(); }
 
   // -- handlers. With `wait` they return only once XLA's buffers are no longer needed.
 
-  // `request` lacks ticket, hyper, ticket_out, finish; those two lie on the device.
+  // `request` lacks ticket, hyper, ticket_out, finish; those two lie on the device. Fails where the program
+  // or the store is to blame, on every device alike; where the device is, the pull tells of it by its ticket.
   Status push(Request request, const uint32_t* ticket, const float* hyper, int hyper_count,
               DeviceRuntime::Stream stream, bool wait);
   // The op that was pushed with these buffers; null with a status if there is none.
@@ -123,11 +125,12 @@ class DeviceLink : public Accelerator {
   Status set_up();
   Block* take_block();
   void give_block(Block* block);
-  void abandon(Block* block, DeviceRuntime::Stream stream);
+  void settle(Block* block, DeviceRuntime::Stream stream);
+  void lose(const std::shared_ptr<Pushed>& pushed, const Status& status);
   void run_arrivals();
-  void arrived(const std::shared_ptr<Pushed>& pushed, Status status);
+  void arrived(const std::shared_ptr<Pushed>& pushed, const Status& past);
   void end(const std::shared_ptr<Pushed>& pushed, const Status& status);
-  void drop_left_behind();
+  void drop_left_behind(int64_t run_id);
   Status expect(Block* block, DeviceRuntime::Stream stream, bool wait,
                 std::function<void(const Status&)> arrived);
 

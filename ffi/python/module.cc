@@ -46,7 +46,7 @@ void raise_os_error_if(const Status& status) {
 // (kind, token, start_s, end_s, adopted leaves, error)                   kUpdated
 // (kind, mine, instance, device, ticket)                                 kAgreed
 // (kind, token)                                                          kHandedBack, kWoken
-// (kind, instance, error)                                                kLost
+// (kind, instance, bucket, device, run_id, error)                        kLost
 nb::tuple event_tuple(const Event& event) {
   const int kind = static_cast<int>(event.kind);
   switch (event.kind) {
@@ -63,7 +63,8 @@ nb::tuple event_tuple(const Event& event) {
     case EventKind::kAgreed:
       return nb::make_tuple(kind, event.token, event.instance, event.device, event.ticket);
     case EventKind::kLost:
-      return nb::make_tuple(kind, event.instance, event.status.message());
+      return nb::make_tuple(kind, event.instance, event.bucket, event.device, event.run_id,
+                            event.status.message());
     default:
       return nb::make_tuple(kind, event.token);
   }
