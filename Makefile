@@ -64,5 +64,5 @@ clean:
 define cpp
 	PATH=$(abspath $(BIN)):$$PATH cmake -S . -B $(1) -G Ninja -DJMO_PYTHON=OFF -DJMO_TESTS=ON $(2) > /dev/null
 	PATH=$(abspath $(BIN)):$$PATH cmake --build $(1) -j $(CPP_JOBS)
-	PATH=$(abspath $(BIN)):$$PATH ctest --test-dir $(1) --output-on-failure
+	PATH=$(abspath $(BIN)):$$PATH ctest --test-dir $(1) -j $(CPP_JOBS) --output-on-failure
 endef

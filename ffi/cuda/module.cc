@@ -12,7 +12,6 @@ NB_MODULE(_native_cuda, m) {
   m.attr("INTERFACE_VERSION") = jmo::DeviceRuntime::kVersion;
   m.attr("CUDA_VERSION") = CUDART_VERSION;
   m.def("runtime", [] {
-    return nb::capsule(static_cast<jmo::DeviceRuntime*>(jmo::cuda::runtime()),
-                       jmo::kRuntimeCapsule);
+    return nb::capsule(static_cast<jmo::DeviceRuntime*>(jmo::cuda::runtime()), jmo::kRuntimeCapsule);
   });
 }

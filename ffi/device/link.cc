@@ -278,6 +278,7 @@ Status DeviceLink::finish(const std::shared_ptr<Pushed>& pushed, const BucketSpe
   if (status.ok()) status = runtime_.set_u32(device(), stream, ticket_out, pushed->ticket);
   if (status.ok() && wait) status = block->event.record(stream);
   if (status.ok() && wait) status = block->event.wait_on_host();
+  if (!status.ok()) settle(block, stream);  // XLA is told, and takes its buffers
   give_block(block);
   return status;
 }

@@ -1,15 +1,18 @@
-// Random worlds for a link under test: what a program hands over in each step, what becomes of it, and what must come
-// out, bit for bit, by the host's kernel over whole leaves.
+// Random worlds for a link under test: what a program hands over in each step, what becomes of it, and what
+// must come out, bit for bit, by the host's kernel over whole leaves.
 //
-// What always holds: everything follows from the seed, so that a program, a driver and the reference agree without a
-// word between them. Thread contract: a plan is constant once drawn; a reference is of one thread.
+// What always holds: everything follows from the seed, so that a program, a driver and the reference agree
+// without a word between them. Thread contract: a plan is constant once drawn; a reference is of one thread.
 #pragma once
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <numeric>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -53,7 +56,8 @@ class Draw {
   }
   template <typename T>
   void shuffle(std::vector<T>& values) {
-    for (size_t i = values.size(); i > 1; --i) std::swap(values[i - 1], values[below(static_cast<int64_t>(i))]);
+    for (size_t i = values.size(); i > 1; --i)
+      std::swap(values[i - 1], values[below(static_cast<int64_t>(i))]);
   }
 
  private:
@@ -125,11 +129,12 @@ struct Plan {
     const uint64_t drawn = mix(seed, step, device, bucket);
     Fate fate;
     if (skips(step)) fate.kind = Fate::kSkip;
-    if (fate.kind == Fate::kUpdate && drawn % 16 == 0) {
+    const bool may_refuse = ending == Ending::kClean || ending == Ending::kClosed;
+    if (fate.kind == Fate::kUpdate && may_refuse && drawn % 16 == 0) {
       fate.kind = Fate::kRefuse;
       fate.updated_first = drawn / 16 % (buckets[bucket].spec.subgroups.size() + 1);
     }
-    if (ending == Ending::kClosed && drawn % 16 == 1) fate.kind = Fate::kNever;
+    if (fate.kind == Fate::kUpdate && ending == Ending::kClosed && drawn % 16 == 1) fate.kind = Fate::kNever;
     return fate;
   }
   bool skips(int64_t step) const { return mix(seed, step, 5) % 16 == 0; }
@@ -151,7 +156,8 @@ struct Plan {
     if (step == 0) return 0;
     uint32_t largest = 0;
     for (size_t bucket = 0; bucket < buckets.size(); ++bucket)
-      largest = std::max(largest, ticket_after(fate(step - 1, device, bucket), ticket(step - 1, device), step - 1));
+      largest =
+          std::max(largest, ticket_after(fate(step - 1, device, bucket), ticket(step - 1, device), step - 1));
     return largest;
   }
   std::vector<float> hyper(size_t bucket, int64_t step) const {
@@ -208,7 +214,7 @@ inline BucketPlan draw_bucket(Draw& draw, bool large) {
   spec.rule.nu = draw.one_in(8) ? DType::kBF16 : DType::kF32;
   spec.rule.has_mu = spec.rule.rule == Rule::kAdam || !draw.one_in(3);
   spec.rule.nesterov = spec.rule.has_mu && draw.one_in(4);
-  spec.hyper_count = spec.rule.rule == Rule::kAdam ? jmo::kAdamHyperCount : jmo::kSgdHyperCount;
+  spec.hyper_count = spec.rule.rule == Rule::kAdam ? int{jmo::kAdamHyperCount} : int{jmo::kSgdHyperCount};
   spec.reads_params = spec.rule.param != DType::kF32;
   int64_t elements = 0;
   for (int64_t left = draw.one_in(6) ? draw.between(20, 60) : draw.between(1, 4); left > 0; --left) {
@@ -231,12 +237,15 @@ inline BucketPlan draw_bucket(Draw& draw, bool large) {
 inline void draw_failure(Draw& draw, Plan& plan) {
   jmo::EmulatedFailure failure;
   failure.later = plan.ending == Ending::kFailed;
-  failure.call = draw.of<EmulatedCall>({EmulatedCall::kCopyToHost, EmulatedCall::kCopyToDevice, EmulatedCall::kUpdate,
-                                        EmulatedCall::kRecord, EmulatedCall::kAny, EmulatedCall::kAny});
-  if (!failure.later && draw.one_in(6)) failure.call = EmulatedCall::kWaitOnHost;
+  failure.call =
+      draw.of<EmulatedCall>({EmulatedCall::kCopyToHost, EmulatedCall::kCopyToDevice, EmulatedCall::kUpdate,
+                             EmulatedCall::kRecord, EmulatedCall::kAny, EmulatedCall::kAny});
+  if (failure.later && draw.one_in(6)) failure.call = EmulatedCall::kWaitOnHost;
   failure.device = static_cast<int>(draw.below(plan.devices));
-  failure.nth = draw.below(draw.of<int64_t>({4, 20, 100}));
-  plan.emulation.failures.push_back(failure);
+  for (int64_t left = failure.later ? 1 : draw.between(1, 4); left > 0; --left) {
+    failure.nth = draw.below(draw.of<int64_t>({4, 20, 100}));
+    plan.emulation.failures.push_back(failure);
+  }
 }
 
 inline Plan draw_plan(uint64_t seed) {
@@ -247,8 +256,8 @@ inline Plan draw_plan(uint64_t seed) {
   plan.devices = static_cast<int>(draw.between(1, 4));
   plan.steps = static_cast<int>(draw.between(1, 4));
   plan.kernel_threads = static_cast<int>(draw.between(1, 3));
-  plan.ending = draw.of<Ending>({Ending::kClean, Ending::kClean, Ending::kClean, Ending::kClean, Ending::kClosed,
-                                 Ending::kFailed, Ending::kFailed, Ending::kRefused});
+  plan.ending = draw.of<Ending>({Ending::kClean, Ending::kClean, Ending::kClean, Ending::kClean,
+                                 Ending::kClosed, Ending::kFailed, Ending::kFailed, Ending::kRefused});
   for (int64_t left = draw.between(1, 8); left > 0; --left) plan.buckets.push_back(draw_bucket(draw, large));
   plan.chunks = draw.of<size_t>({1, 1, 2, 2, 3, 5});
   plan.chunk_bytes = draw.of<size_t>({33000, 33000, 40000, 90000});
@@ -262,9 +271,27 @@ inline Plan draw_plan(uint64_t seed) {
   plan.emulation.longest_delay_us = draw.of<int>({0, 50, 200, 200, 1500});
   if (plan.ending == Ending::kFailed || plan.ending == Ending::kRefused) draw_failure(draw, plan);
   // the records are pinned first, then what the links need
-  if (draw.one_in(8)) plan.emulation.failures.push_back({EmulatedCall::kPin, 0, 1 + draw.below(2 * plan.devices), false});
+  if (draw.one_in(8))
+    plan.emulation.failures.push_back({EmulatedCall::kPin, 0, 1 + draw.below(2 * plan.devices), false});
   return plan;
 }
+
+// Where the streams of all devices wait for each other.
+class Meeting {
+ public:
+  explicit Meeting(int parties) : parties_(parties) {}
+  void meet(uint64_t which) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (++there_[which] == parties_) all_there_.notify_all();
+    all_there_.wait(lock, [&] { return there_[which] == parties_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_there_;
+  const int parties_;
+  std::map<uint64_t, int> there_;
+};
 
 // ---- what must come out
 
@@ -300,8 +327,10 @@ class Reference {
     const bool handed_back = fate.kind != Fate::kUpdate || failed;
     for (size_t leaf = 0; leaf < what.leaves.size(); ++leaf) {
       std::vector<char>& param = params_[bucket][leaf];
-      if (handed_back) outs[leaf] = what.spec.rule.param == DType::kF32 ? std::vector<char>(param.size()) : param;
-      apply(what.spec.rule.param, param.data(), outs[leaf].data(), param.data(), what.spec.leaves[leaf].elements);
+      if (handed_back)
+        outs[leaf] = what.spec.rule.param == DType::kF32 ? std::vector<char>(param.size()) : param;
+      apply(what.spec.rule.param, param.data(), outs[leaf].data(), param.data(),
+            what.spec.leaves[leaf].elements);
     }
     return outs;
   }
@@ -338,7 +367,9 @@ class Reference {
       segment.grad_type = grad_type;
       if (spec.reads_params) segment.param = params_[bucket][leaf].data() + (from - first) * param_size;
       segment.out = outs[leaf].data() + (from - first) * param_size;
-      const auto at = [&](int64_t offset, int64_t size) { return record.data() + offset + (from - begin) * size; };
+      const auto at = [&](int64_t offset, int64_t size) {
+        return record.data() + offset + (from - begin) * size;
+      };
       if (spec.rule.has_mu) segment.mu = at(spec.mu_offset, size_of(spec.rule.mu));
       if (spec.rule.rule == Rule::kAdam) segment.nu = at(spec.nu_offset, size_of(spec.rule.nu));
       if (spec.rule.param != DType::kF32) {
@@ -355,7 +386,8 @@ class Reference {
 
   const Plan& plan_;
   const int device_;
-  std::vector<std::vector<std::vector<char>>> params_, records_;  // of a bucket's leaf, of a bucket's subgroup
+  std::vector<std::vector<std::vector<char>>> params_,
+      records_;  // of a bucket's leaf, of a bucket's subgroup
   std::map<std::tuple<int64_t, size_t, size_t>, std::vector<int64_t>> adopted_;
 };
 

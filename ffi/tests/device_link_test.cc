@@ -1,59 +1,38 @@
-// A device's link and the engine in random worlds: programs on emulated devices hand over gradients that are not there
-// yet and reuse every buffer the moment they may, a small driver updates, refuses, forgets and closes, devices fail.
-// Results, params and records must be those of the host's kernel, bit for bit, and everything must end.
+// A device's link and the engine in random worlds: programs on emulated devices hand over gradients that are
+// not there yet and reuse every buffer the moment they may; a small driver updates, refuses, forgets and
+// closes; devices fail. Results, params and records must be those of the host's kernel, bit for bit, and
+// everything must end.
 //
-//   device_link_test [first seed [seeds]]
+// device_link_test [first seed [seeds]]
 //
-// 1. A program (one thread a device) is what XLA does with an optimizer's step: per bucket, compute gradients, push;
-//    then per bucket, pull, use the results, overwrite and release all that is dead. Memory comes from a pool that is
-//    reused in the order of the stream, and is overwritten with 0xFF while it is free.
-// 2. The driver ends each request as the plan says.
-// 3. The reference takes the same steps one after the other.
-//
-// What always holds: a seed that fails or hangs is named. Thread contract: the test's own threads meet in the engine,
-// the link and the runtime only, but for what says so.
+// What always holds: a seed that fails or hangs is named, and can be run alone. Thread contract: the driver
+// and each program have a thread of their own, and meet in the engine, the links and the runtime only, but
+// for what says so.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <future>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "ffi/core/engine.h"
-#include "ffi/core/slots.h"
 #include "ffi/device/link.h"
-#include "ffi/tests/check.h"
 #include "ffi/tests/device_fixture.h"
+#include "ffi/tests/device_program.h"
 
 namespace {
 
 using namespace device_fixture;
-using jmo::DeviceLink;
-using jmo::DeviceRuntime;
-using jmo::EmulatedRuntime;
-using jmo::Engine;
-using jmo::Status;
-
-constexpr int64_t kFirstOrdinal = 100;  // the engine's names of devices are not the runtime's
-
-// Checks that say which seed.
-std::atomic<uint64_t> seed_in_work{0};
-[[noreturn]] void fail_seed(int line, const std::string& what) {
-  jmo_test::fail(__FILE__, line, "seed " + std::to_string(seed_in_work.load()) + ": " + what);
-}
-#define HOLDS(cond)                                   \
-  do {                                                \
-    if (!(cond)) fail_seed(__LINE__, #cond);          \
-  } while (0)
-#define SUCCEEDS(status)                                                            \
-  do {                                                                              \
-    const Status status_ = (status);                                                \
-    if (!status_.ok()) fail_seed(__LINE__, #status ": " + status_.message());       \
-  } while (0)
 
 // Ends the process if one seed takes too long.
 class Watchdog {
@@ -79,7 +58,7 @@ class Watchdog {
     while (!over_) {
       changed_.wait_for(lock, std::chrono::milliseconds(200));
       const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - since_;
-      if (taken.count() > limit_s) fail_seed(__LINE__, "it hangs");
+      if (taken.count() > limit_s) fail_seed(__FILE__, __LINE__, "it hangs");
     }
   }
   std::mutex mutex_;
@@ -89,314 +68,299 @@ class Watchdog {
   std::thread thread_;
 };
 
-// A device's memory as XLA's allocator deals it out: what is released is taken again at once, in the stream's order.
-class Pool {
+// What the optimizer's driver does with the events of an engine, as the plan says.
+class Driver {
  public:
-  explicit Pool(size_t bytes) : memory_(bytes, '\xFF') { free_[0] = bytes; }
-  char* take(size_t bytes) {
-    const size_t size = rounded(bytes);
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-      const auto [at, room] = *it;
-      if (room < size) continue;
-      free_.erase(it);
-      if (room > size) free_[at + size] = room - size;
-      return memory_.data() + at;
-    }
-    fail_seed(__LINE__, "the pool is too small");
-  }
-  void give(const void* memory, size_t bytes) {
-    size_t at = static_cast<const char*>(memory) - memory_.data(), size = rounded(bytes);
-    const auto next = free_.lower_bound(at);
-    if (next != free_.end() && next->first == at + size) {
-      size += next->second;
-      free_.erase(next);
-    }
-    const auto after = free_.lower_bound(at);
-    if (after != free_.begin() && std::prev(after)->first + std::prev(after)->second == at) {
-      std::prev(after)->second += size;
-    } else {
-      free_[at] = size;
-    }
-  }
-  // Whether nobody has written to free memory.
-  bool untouched() const {
-    for (const auto& [at, size] : free_)
-      for (size_t i = at; i < at + size; ++i)
-        if (memory_[i] != '\xFF') return false;
-    return true;
-  }
-  static size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
+  explicit Driver(World& world) : world_(world), plan_(world.plan), draw_(mix(world.plan.seed, 12)) {}
 
- private:
-  std::vector<char> memory_;
-  std::map<size_t, size_t> free_;  // begin: bytes
-};
-
-// Where the streams of all devices wait for each other.
-class Meeting {
- public:
-  explicit Meeting(int parties) : parties_(parties) {}
-  void meet(uint64_t which) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (++there_[which] == parties_) all_there_.notify_all();
-    all_there_.wait(lock, [&] { return there_[which] == parties_; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable all_there_;
-  const int parties_;
-  std::map<uint64_t, int> there_;
-};
-
-// What one seed sets up. Destroyed in the reverse order: the engine with its links before the runtime.
-struct World {
-  explicit World(const Plan& given) : plan(given), runtime(plan.emulation), meeting(plan.devices) {
-    pin_records();
-    engine = std::make_unique<Engine>(plan.kernel_threads);
-    for (size_t bucket = 0; bucket < plan.buckets.size(); ++bucket)
-      SUCCEEDS(engine->add_bucket(0, static_cast<int64_t>(bucket), plan.buckets[bucket].spec));
-    for (int device = 0; device < plan.devices; ++device) {
-      jmo::LinkOptions options;
-      options.ordinal = kFirstOrdinal + device;
-      options.copier.device = device;
-      options.copier.chunks = plan.chunks;
-      options.copier.chunk_bytes = plan.chunk_bytes;
-      options.blocks = plan.buckets.size() + 1 + plan.spare_blocks;
-      links.push_back(std::make_shared<DeviceLink>(*engine, runtime, options));
-      SUCCEEDS(links.back()->status());
-      engine->add_device(options.ordinal, links.back());
-    }
-  }
-  ~World() {
-    engine->close();
-    links.clear();
-    engine.reset();
-    runtime.unpin(records->slot(0));
-    const EmulatedRuntime::InUse left = runtime.in_use();
-    HOLDS(left.pins == 0 && left.events == 0 && left.streams <= static_cast<size_t>(plan.devices));
-  }
-  char* record(int device, size_t bucket, size_t subgroup) const {
-    return record_bytes == 0 ? nullptr : records->slot(0) + first_record[device][bucket] +
-                                             subgroup * plan.buckets[bucket].spec.record_bytes;
-  }
-
-  const Plan& plan;
-  EmulatedRuntime runtime;
-  Meeting meeting;
-  std::unique_ptr<jmo::Slots> records;
-  size_t record_bytes = 0;
-  std::vector<std::vector<size_t>> first_record;
-  std::unique_ptr<Engine> engine;
-  std::vector<std::shared_ptr<DeviceLink>> links;
-  // By the driver, before it ends the request; by the program after the pull.
-  std::atomic<bool> broken[4] = {};
-
- private:
-  void pin_records() {
-    for (int device = 0; device < plan.devices; ++device) {
-      first_record.emplace_back();
-      for (const BucketPlan& bucket : plan.buckets) {
-        first_record.back().push_back(record_bytes);
-        record_bytes += bucket.spec.subgroups.size() * bucket.spec.record_bytes;
-      }
-    }
-    records = std::make_unique<jmo::Slots>(1, std::max<size_t>(record_bytes, 4096), 1);
-    SUCCEEDS(records->status());
-    SUCCEEDS(runtime.pin(records->slot(0), records->slot_size()));
-  }
-};
-
-// One device's share of the user's jitted step, over and over.
-class Program {
- public:
-  Program(World& world, int device) : world_(world), plan_(world.plan), device_(device), pool_(pool_bytes(plan_)) {
-    link_ = world.links[device].get();
-    if (plan_.waits) {
-      stream_ = link_->own_stream();
-    } else {
-      SUCCEEDS(world.runtime.make_stream(device, &stream_));
-    }
-    for (size_t bucket = 0; bucket < plan_.buckets.size(); ++bucket) {
-      params_.emplace_back();
-      for (size_t leaf = 0; leaf < plan_.buckets[bucket].leaves.size(); ++leaf)
-        params_.back().push_back(pool_.take(plan_.buckets[bucket].bytes(leaf)));
-    }
-    results_.resize(plan_.steps);
-    for (auto& step : results_) step.resize(plan_.buckets.size());
-  }
-
-  // On a thread of its own: until the end, or what failed.
+  // On a thread of its own, until stop(), or, where the plan says so, earlier.
   void run() {
-    begin();
-    for (step_ = 0; step_ < plan_.steps && !over(); ++step_) step();
-    if (!failure_.ok()) return;
-    take(world_.runtime.synchronize(device_, stream_));
+    const bool leaves = plan_.ending == Ending::kClosed;  // at some event, or once nothing moves
+    while (!stopped_) {
+      const std::vector<jmo::Event> events = world_.engine->wait(0.05, 1 + draw_.below(8));
+      if (leaves && events.empty()) return;
+      for (const jmo::Event& event : events) {
+        take(event);
+        if (leaves && ++events_ >= plan_.last_event) return;
+      }
+      issue();
+    }
+  }
+  void stop() {
+    stopped_ = true;
+    world_.engine->wake();
   }
 
   // -- after it has ended
 
-  const Status& failure() const { return failure_; }
-  bool has_result(int64_t step, size_t bucket) const { return !results_[step][bucket].outs.empty(); }
-  const std::vector<std::vector<char>>& result(int64_t step, size_t bucket) const {
-    return results_[step][bucket].outs;
+  // What nobody waited for, once the engine has been closed.
+  void take_rest() {
+    for (const jmo::Event& event : world_.engine->wait(0, SIZE_MAX))
+      if (event.kind == jmo::EventKind::kAgreed || event.kind == jmo::EventKind::kLost) take(event);
   }
-  const char* param(size_t bucket, size_t leaf) const { return params_[bucket][leaf]; }
-  int64_t agreed() const { return agreed_; }
-  // All that the stream holds is done, whatever failed.
-  void drain() { (void)world_.runtime.synchronize(device_, stream_); }
-  bool free_memory_untouched() const { return pool_.untouched(); }
+  bool failed(int64_t step, int device, size_t bucket) const {
+    return failed_.count({step, device, bucket}) != 0;
+  }
+  int64_t agreed(int device) const { return agreed_[device]; }
+  // The updates that succeeded, and in which leaves params had been replaced.
+  struct Updated {
+    int64_t step;
+    int device;
+    size_t bucket, subgroup;
+    std::vector<int64_t> adopted;
+  };
+  const std::vector<Updated>& updated() const { return updated_; }
 
  private:
-  struct Result {
-    std::vector<std::vector<char>> outs;
+  struct Open {
+    uint64_t request;
+    int64_t step;
+    int device;
+    size_t bucket;
+    uint32_t ticket;
+    Fate fate;
+    std::vector<int64_t> to_update;
+    size_t under_way = 0;
+    std::string failure;
   };
-  struct Op {
-    std::vector<jmo::LeafBuffers> leaves;
-    std::vector<char*> grads;
-  };
 
-  static size_t pool_bytes(const Plan& plan) {
-    size_t bytes = 65536;
-    for (const BucketPlan& bucket : plan.buckets)
-      for (size_t leaf = 0; leaf < bucket.leaves.size(); ++leaf)
-        bytes += 3 * Pool::rounded(bucket.bytes(leaf)) + Pool::rounded(bucket.grad_bytes(leaf));
-    return bytes * 2;
-  }
-
-  bool over() const { return !failure_.ok() || world_.broken[device_]; }
-  bool take(const Status& status) {
-    if (failure_.ok()) failure_ = status;
-    return status.ok();
-  }
-  void enqueue(std::function<void()> work) { take(world_.runtime.run(device_, stream_, std::move(work))); }
-  char* take_memory(size_t bytes) { return pool_.take(bytes); }
-  void release(void* memory, size_t bytes) {
-    take(world_.runtime.poison(device_, stream_, memory, bytes));
-    pool_.give(memory, bytes);
-  }
-
-  void begin() {
-    for (size_t bucket = 0; bucket < params_.size(); ++bucket)
-      for (size_t leaf = 0; leaf < params_[bucket].size(); ++leaf)
-        enqueue([type = plan_.buckets[bucket].spec.rule.param, to = params_[bucket][leaf],
-                 count = plan_.buckets[bucket].spec.leaves[leaf].elements,
-                 key = plan_.key(-1, device_, bucket, leaf)] { fill(type, to, count, key); });
-    ticket_ = reinterpret_cast<uint32_t*>(take_memory(4));
-    enqueue([to = ticket_] { *to = 0; });
-  }
-
-  void step() {
-    std::vector<Op> ops(plan_.buckets.size());
-    for (const size_t bucket : plan_.order(step_, false)) {
-      if (failure_.ok()) push(bucket, ops[bucket]);
+  void take(const jmo::Event& event) {
+    switch (event.kind) {
+      case jmo::EventKind::kArrived:
+        return arrived(event);
+      case jmo::EventKind::kUpdated:
+        return updated(event);
+      case jmo::EventKind::kHandedBack:
+        return complete(event.token);
+      case jmo::EventKind::kAgreed:
+        HOLDS(event.ticket == event.token + 1000);
+        ++agreed_[event.device - kFirstOrdinal];
+        return;
+      case jmo::EventKind::kLost:
+        HOLDS(plan_.ending == Ending::kFailed || plan_.ending == Ending::kRefused);
+        failed_.insert({event.run_id - 1, static_cast<int>(event.device - kFirstOrdinal), event.bucket});
+        return;
+      default:
+        return;
     }
-    if (failure_.ok() && plan_.agrees(step_)) agree();
-    std::vector<uint32_t*> tickets;
-    for (const size_t bucket : plan_.order(step_, true)) {
-      if (failure_.ok()) pull(bucket, ops[bucket], tickets);
+  }
+
+  void arrived(const jmo::Event& event) {
+    Open open;
+    open.request = event.token;
+    open.step = event.run_id - 1;
+    open.device = static_cast<int>(event.device - kFirstOrdinal);
+    open.bucket = event.bucket;
+    open.ticket = event.ticket;
+    open.fate = plan_.fate(open.step, open.device, open.bucket);
+    HOLDS(event.ticket == plan_.ticket(open.step, open.device));
+    HOLDS(event.skip == (open.fate.kind == Fate::kSkip));
+    if (open.fate.kind == Fate::kUpdate || open.fate.kind == Fate::kRefuse) {
+      open.to_update.resize(plan_.buckets[open.bucket].spec.subgroups.size());
+      std::iota(open.to_update.begin(), open.to_update.end(), 0);
+      if (open.fate.kind == Fate::kRefuse) open.to_update.resize(open.fate.updated_first);
+      draw_.shuffle(open.to_update);
     }
-    if (!failure_.ok()) return;
-    auto* next = reinterpret_cast<uint32_t*>(take_memory(4));
-    enqueue([next, tickets] {
-      *next = 0;
-      for (const uint32_t* ticket : tickets) *next = std::max(*next, *ticket);
-    });
-    for (uint32_t* ticket : tickets) release(ticket, 4);
-    release(std::exchange(ticket_, next), 4);
+    Open& kept = open_[event.token] = std::move(open);
+    if (kept.to_update.empty() && kept.fate.kind != Fate::kNever) end(kept);
   }
 
-  // Gradients come out of a kernel that runs some time; the stream of another device may have to be waited for.
-  void compute_gradients(size_t bucket, Op& op) {
-    const BucketPlan& what = plan_.buckets[bucket];
-    for (size_t leaf = 0; leaf < what.leaves.size(); ++leaf) {
-      char* grad = take_memory(what.grad_bytes(leaf));
-      char* param = params_[bucket][leaf];
-      if (plan_.replaces(step_, device_, bucket, leaf))
-        enqueue([byte = param + what.bytes(leaf) / 2] { *byte ^= 0x11; });
-      enqueue([type = what.leaves[leaf].grad, grad, count = what.spec.leaves[leaf].elements,
-               key = plan_.key(step_, device_, bucket, leaf)] { fill(type, grad, count, key); });
-      op.grads.push_back(grad);
-      jmo::LeafBuffers buffers;
-      buffers.grad = grad;
-      buffers.grad_type = what.leaves[leaf].grad;
-      buffers.param = what.spec.reads_params || what.spec.rule.param != DType::kF32 ? param : nullptr;
-      buffers.out = what.leaves[leaf].aliased ? grad : take_memory(what.bytes(leaf));
-      op.leaves.push_back(buffers);
+  // Gives the engine some of the updates that may run, in any order.
+  void issue() {
+    std::vector<Open*> ready;
+    for (auto& entry : open_)
+      if (!entry.second.to_update.empty()) ready.push_back(&entry.second);
+    draw_.shuffle(ready);
+    for (Open* open : ready) {
+      for (int64_t left = draw_.between(1, 4); left > 0 && !open->to_update.empty(); --left) {
+        const int64_t subgroup = open->to_update.back();
+        open->to_update.pop_back();
+        ++open->under_way;
+        world_.links[open->device]->set_on_device(draw_.below(4) < plan_.on_device);
+        updates_[++tokens_] = {open->request, subgroup};
+        SUCCEEDS(world_.engine->update(open->request, subgroup,
+                                       world_.record(open->device, open->bucket, subgroup), open->step == 0,
+                                       tokens_));
+      }
     }
-    if (plan_.meets) enqueue([this, which = mix(step_, bucket)] { world_.meeting.meet(which); });
   }
 
-  void push(size_t bucket, Op& op) {
-    compute_gradients(bucket, op);
-    const std::vector<float> values = plan_.hyper(bucket, step_);
-    const size_t bytes = values.size() * sizeof(float);
-    auto* hyper = reinterpret_cast<float*>(take_memory(bytes));
-    enqueue([hyper, values, bytes] { std::memcpy(hyper, values.data(), bytes); });
-    jmo::Request request;
-    request.bucket = static_cast<int64_t>(bucket);
-    request.device = kFirstOrdinal + device_;
-    request.run_id = step_ + 1;
-    request.leaves = op.leaves;
-    take(link_->push(std::move(request), ticket_, hyper, static_cast<int>(values.size()), stream_, plan_.waits));
-    release(hyper, bytes);
-  }
-
-  void pull(size_t bucket, Op& op, std::vector<uint32_t*>& tickets) {
-    Status status;
-    const auto pushed = link_->find(0, static_cast<int64_t>(bucket), step_ + 1, op.leaves, &status);
-    if (pushed == nullptr) fail_seed(__LINE__, status.message());
-    if (mix(plan_.seed, step_, bucket, 11) % 3 == 0) {
-      std::promise<void> ended;
-      link_->when_ended(pushed, [&ended] { ended.set_value(); });
-      ended.get_future().wait();
+  void updated(const jmo::Event& event) {
+    const auto [request, subgroup] = updates_.at(event.token);
+    updates_.erase(event.token);
+    Open& open = open_.at(request);
+    if (!event.status.ok()) {
+      HOLDS(plan_.ending == Ending::kFailed || plan_.ending == Ending::kRefused);
+      open.failure = event.status.message();
+      open.to_update.clear();
     } else {
-      link_->wait(pushed);
+      updated_.push_back(
+          {open.step, open.device, open.bucket, static_cast<size_t>(subgroup), event.adopted_leaves});
     }
-    tickets.push_back(reinterpret_cast<uint32_t*>(take_memory(4)));
-    if (!take(link_->finish(pushed, plan_.buckets[bucket].spec, tickets.back(), stream_, plan_.waits))) return;
-    use_results(bucket, op);
+    if (--open.under_way == 0 && open.to_update.empty()) end(open);
   }
 
-  void use_results(size_t bucket, Op& op) {
-    const BucketPlan& what = plan_.buckets[bucket];
-    std::vector<std::vector<char>>& outs = results_[step_][bucket].outs;
-    for (size_t leaf = 0; leaf < what.leaves.size(); ++leaf) outs.emplace_back(what.bytes(leaf));
-    for (size_t leaf = 0; leaf < what.leaves.size(); ++leaf) {
-      auto* out = static_cast<char*>(op.leaves[leaf].out);
-      char* next = take_memory(what.bytes(leaf));
-      enqueue([type = what.spec.rule.param, param = params_[bucket][leaf], out, next, seen = &outs[leaf],
-               count = what.spec.leaves[leaf].elements] {
-        std::memcpy(seen->data(), out, seen->size());
-        apply(type, param, out, next, count);
-      });
-      release(std::exchange(params_[bucket][leaf], next), what.bytes(leaf));
-      release(op.grads[leaf], what.grad_bytes(leaf));
-      if (!what.leaves[leaf].aliased) release(out, what.bytes(leaf));
+  // All of its updates have ended.
+  void end(Open& open) {
+    if (!open.failure.empty()) {
+      failed_.insert({open.step, open.device, open.bucket});
+      world_.broken[open.device] = true;
+      if (draw_.one_in(2)) {
+        const uint64_t request = open.request;
+        SUCCEEDS(world_.engine->fail(request, open.failure));
+        open_.erase(request);
+        return;
+      }
     }
+    if (open.failure.empty() && open.fate.kind == Fate::kUpdate) return complete(open.request);
+    SUCCEEDS(world_.engine->hand_back(open.request));
   }
 
-  void agree() {
-    auto* numbers = reinterpret_cast<uint32_t*>(take_memory(12));
-    enqueue([numbers, step = step_] {
-      numbers[0] = static_cast<uint32_t>(step);
-      numbers[1] = static_cast<uint32_t>(step + 1000);
-    });
-    take(link_->agree(0, numbers, numbers + 1, numbers + 2, stream_, plan_.waits));
-    enqueue([numbers] { HOLDS(numbers[2] == numbers[1]); });
-    release(numbers, 12);
-    ++agreed_;
+  void complete(uint64_t request) {
+    const Open& open = open_.at(request);
+    const uint32_t ticket =
+        open.failure.empty() ? Plan::ticket_after(open.fate, open.ticket, open.step) : kPoison;
+    SUCCEEDS(world_.engine->complete(request, ticket));
+    open_.erase(request);
   }
 
   World& world_;
   const Plan& plan_;
-  const int device_;
-  Pool pool_;
-  DeviceLink* link_ = nullptr;
-  DeviceRuntime::Stream stream_ = nullptr;
-  std::vector<std::vector<char*>> params_;
-  std::vector<std::vector<Result>> results_;
-  uint32_t* ticket_ = nullptr;
-  int64_t step_ = 0, agreed_ = 0;
-  Status failure_;
+  Draw draw_;
+  std::atomic<bool> stopped_{false};
+  int64_t events_ = 0;
+  uint64_t tokens_ = 0;
+  std::map<uint64_t, Open> open_;
+  std::map<uint64_t, std::pair<uint64_t, int64_t>> updates_;  // token: request, subgroup
+  std::set<std::tuple<int64_t, int, size_t>> failed_;
+  std::vector<Updated> updated_;
+  int64_t agreed_[4] = {};
 };
+
+using Programs = std::vector<std::unique_ptr<Program>>;
+
+// Runs all programs and the driver to their end, and closes the engine.
+void play(World& world, Programs& programs, Driver& driver) {
+  std::vector<std::thread> threads;
+  for (auto& program : programs) threads.emplace_back([&program] { program->run(); });
+  std::thread driving([&driver] { driver.run(); });
+  if (world.plan.ending == Ending::kClosed) {
+    driving.join();
+    world.engine->close();
+  }
+  for (auto& thread : threads) thread.join();
+  driver.stop();
+  if (driving.joinable()) driving.join();
+  world.engine->close();
+  driver.take_rest();
+  world.close();
+  for (auto& program : programs) program->drain();
+}
+
+bool has_failed(const Status& status) { return status.message().find(" failed") != std::string::npos; }
+
+// What an ended program may have failed with.
+void check_failure(const Plan& plan, const Status& failure, int device) {
+  const std::string& message = failure.message();
+  switch (plan.ending) {
+    case Ending::kClean:
+      return SUCCEEDS(failure);
+    case Ending::kClosed:
+      if (!failure.ok() && message.find("closed") == std::string::npos)
+        fail_seed(__FILE__, __LINE__, message);
+      return;
+    default:
+      if (failure.ok()) return;
+      const std::string whose = "device " + std::to_string(device) + ": ";
+      const bool refused = message.find(" was refused") != std::string::npos;
+      if (plan.emulation.failures[0].device != device || message.find(whose) == std::string::npos ||
+          (!has_failed(failure) && !(refused && plan.ending == Ending::kRefused)))
+        fail_seed(__FILE__, __LINE__, message);
+  }
+}
+
+// The steps that a program got through, against the reference.
+void check_device(const World& world, const Program& program, const Driver& driver, int device) {
+  const Plan& plan = world.plan;
+  Reference reference(plan, device);
+  // nothing of a failed device counts
+  const bool lost = has_failed(program.failure()) || program.device_failed();
+  plan.ending == Ending::kFailed && !program.failure().ok();  // nothing of a failed device counts
+  bool whole = !lost && program.failure().ok();
+  for (int64_t step = 0; step < plan.steps && !lost; ++step) {
+    for (size_t bucket = 0; bucket < plan.buckets.size(); ++bucket) {
+      const bool failed = driver.failed(step, device, bucket);
+      const auto expected = reference.step(step, bucket, failed);
+      whole &= program.has_result(step, bucket) && !failed;
+      if (program.has_result(step, bucket)) HOLDS(program.result(step, bucket) == expected);
+    }
+  }
+  if (!lost) HOLDS(program.free_memory_untouched());
+  for (const Driver::Updated& update : driver.updated())
+    if (whole && update.device == device)
+      HOLDS(update.adopted == reference.adopted(update.step, update.bucket, update.subgroup));
+  if (!whole) {
+    HOLDS(plan.ending != Ending::kClean);
+    return;
+  }
+  for (size_t bucket = 0; bucket < plan.buckets.size(); ++bucket) {
+    const BucketPlan& what = plan.buckets[bucket];
+    for (size_t leaf = 0; leaf < what.leaves.size(); ++leaf)
+      HOLDS(std::memcmp(program.param(bucket, leaf), reference.param(bucket, leaf).data(),
+                        what.bytes(leaf)) == 0);
+    for (size_t subgroup = 0; subgroup < what.spec.subgroups.size(); ++subgroup)
+      HOLDS(what.spec.record_bytes == 0 ||
+            std::memcmp(world.record(device, bucket, subgroup), reference.record(bucket, subgroup).data(),
+                        what.spec.record_bytes) == 0);
+  }
+  if (plan.ending == Ending::kClean) HOLDS(driver.agreed(device) == program.agreed());
+}
+
+void play_seed(uint64_t seed) {
+  const Plan plan = draw_plan(seed);
+  World world(plan);
+  Programs programs;
+  for (int device = 0; device < plan.devices; ++device)
+    programs.push_back(std::make_unique<Program>(world, device));
+  Driver driver(world);
+  play(world, programs, driver);
+  for (int device = 0; device < plan.devices; ++device) {
+    check_failure(plan, programs[device]->failure(), device);
+    check_device(world, *programs[device], driver, device);
+  }
+}
+
+// Where the emulation or a sanitizer ends a world, or has something to say of it.
+void name_seed() {
+  std::fprintf(stderr, "device_link_test: seed %llu\n", static_cast<unsigned long long>(seed_in_work.load()));
+}
+
+}  // namespace
+
+#ifdef __SANITIZE_THREAD__
+extern "C" void __tsan_on_report(void*) { name_seed(); }
+#endif
+
+int main(int argc, char** argv) {
+  std::signal(SIGABRT, [](int) { name_seed(); });  // and then it ends
+  jmo::set_flush_denormals();
+#ifdef JMO_SANITIZED
+  constexpr double kLimit_s = 120;
+  uint64_t count = 150;
+#else
+  constexpr double kLimit_s = 30;
+  uint64_t count = 1000;
+#endif
+  uint64_t first = 0;
+  if (argc > 1) {
+    first = std::strtoull(argv[1], nullptr, 10);
+    count = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  }
+  Watchdog watchdog(kLimit_s);
+  for (uint64_t seed = first; seed < first + count; ++seed) {
+    watchdog.begins(seed);
+    play_seed(seed);
+  }
+  std::printf("device_link_test: %llu worlds\n", static_cast<unsigned long long>(count));
+  return 0;
+}

@@ -179,10 +179,8 @@ void test_memory() {
 }
 
 void test_a_refused_call_does_nothing() {
-  World world(options(1, 0,
-                      {{EmulatedCall::kCopyToHost, 0, 1, false},
-                       {EmulatedCall::kMakeStream, 0, 2, false},
-                       {EmulatedCall::kWaitOnHost, 0, -1, false}}));
+  World world(
+      options(1, 0, {{EmulatedCall::kCopyToHost, 0, 1, false}, {EmulatedCall::kMakeStream, 0, 2, false}}));
   EmulatedRuntime& runtime = world.runtime;
   int device[2] = {1, 2};
   DeviceRuntime::Stream stream;
@@ -190,7 +188,6 @@ void test_a_refused_call_does_nothing() {
   CHECK(runtime.copy_to_host(0, world.streams[0], world.pinned(), device, 4).ok());
   const Status refused = runtime.copy_to_host(0, world.streams[0], world.pinned() + 1, device + 1, 4);
   CHECK(refused.message() == "device 0: copy_to_host was refused");
-  CHECK(!runtime.wait_on_host(0, world.events[0]).ok() && !runtime.wait_on_host(0, world.events[1]).ok());
   CHECK(runtime.synchronize(0, world.streams[0]).ok());
   CHECK(world.pinned()[0] == 1 && world.pinned()[1] == 0);
 }
@@ -248,8 +245,45 @@ void test_nothing_runs_after_a_failure_was_told() {
             .ok());
   while (!begun) std::this_thread::yield();
   runtime.fail(0, "gone");
-  CHECK(runtime.wait_on_host(0, world.events[0]).message() == "gone");
+  CHECK(runtime.set_u32(0, world.streams[0], nullptr, 1).message() == "gone");
   CHECK(ended);
+  CHECK(runtime.wait_on_host(0, world.events[0]).message() == "gone");
+}
+
+// A wait on the host that fails later fails the device; what its streams still hold is no use of pinned
+// memory.
+void test_a_failed_wait_fails_the_device() {
+  World world(options(1, 0, {{EmulatedCall::kWaitOnHost, 0, 0, true}}));
+  EmulatedRuntime& runtime = world.runtime;
+  Gate gate(runtime, world.streams[0]);
+  int device = 0;
+  for (int i = 0; i < 100; ++i)
+    CHECK(runtime.copy_to_device(0, world.streams[0], &device, world.pinned(), 4).ok());
+  std::thread opens([&gate] {
+    pause_ms(3);
+    gate.open();
+  });
+  const Status failed = runtime.wait_on_host(0, world.events[0]);
+  CHECK(failed.message() == "device 0: wait_on_host failed");
+  CHECK(runtime.synchronize(0, world.streams[1]).message() == failed.message());
+  runtime.unpin(world.pinned());
+  CHECK(runtime.pin(world.pinned(), 8 * kPage).ok());
+  opens.join();
+}
+
+// A call on an event has no failure of its own: there the device fails.
+void test_calls_on_events_fail_the_device() {
+  for (const EmulatedCall call : {EmulatedCall::kRecord, EmulatedCall::kWait}) {
+    World world(options(1, 0, {{call, 0, 1, false}}));
+    const auto give = [&world, call] {
+      return call == EmulatedCall::kRecord ? world.runtime.record(0, world.events[0], world.streams[0])
+                                           : world.runtime.wait(0, world.streams[0], world.events[0]);
+    };
+    CHECK(give().ok());
+    const Status failed = give();
+    CHECK(failed.message().find(" failed") != std::string::npos);
+    CHECK(world.runtime.synchronize(0, world.streams[1]).message() == failed.message());
+  }
 }
 
 // A world's pinned pages as what an update reads and writes of the host.
@@ -436,6 +470,8 @@ int main() {
   jmo::test_a_refused_call_does_nothing();
   jmo::test_a_failed_device_stays_failed();
   jmo::test_nothing_runs_after_a_failure_was_told();
+  jmo::test_a_failed_wait_fails_the_device();
+  jmo::test_calls_on_events_fail_the_device();
   jmo::test_update();
   jmo::test_many_threads();
   jmo::test_speed();
