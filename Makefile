@@ -21,10 +21,10 @@ test: cpp-test sanitize pytest emulated
 pytest: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(PYTEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
-# The suites of optimizers and meshes again, with CPU devices taken for accelerators.
+# Suites of optimizers, failures and meshes again, with CPU devices taken for accelerators.
 emulated: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(PYTEST_JOBS) --dist worksteal --emulate 1 \
-	  tests/test_optimizers.py tests/test_mesh.py tests/test_failures.py tests/test_accumulate_mesh.py
+	  tests/test_optimizers.py tests/test_failures.py tests/test_accumulate_mesh.py
 
 cpp-test: $(READY)
 	$(call cpp,build/cpp,)

@@ -346,7 +346,7 @@ int main(int argc, char** argv) {
   jmo::set_flush_denormals();
 #ifdef JMO_SANITIZED
   constexpr double kLimit_s = 120;
-  uint64_t count = 150;
+  uint64_t count = 80;
 #else
   constexpr double kLimit_s = 30;
   uint64_t count = 1000;
