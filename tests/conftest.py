@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import jax
 import pytest
 
 DEVICES = 8
-CHUNK_BYTES = 96 << 10  # of an emulated accelerator, so that chunks are used again and again
+CHUNK_BYTES = 96 << 10  # of accelerators, so that chunks are used again and again
 LONGEST_DELAY_US = 100  # of an emulated accelerator's operations
 
 
@@ -39,17 +40,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _emulated(request: pytest.FixtureRequest):
-    """The whole session on emulated accelerators, if that is asked for."""
+def _accelerators(request: pytest.FixtureRequest):
+    """Small chunks and probes, and the whole session on emulated accelerators, if that is asked for."""
     from jax_mlp_offload import accelerators, devices, update_on
 
     seed = request.config.getoption("--emulate")
-    if seed is None:
-        yield
-        return
-    with accelerators.emulate(DEVICES, seed, LONGEST_DELAY_US), pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(devices, "CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr(update_on, "PROBE_BYTES", CHUNK_BYTES)
+        if seed is not None:
+            stack.enter_context(accelerators.emulate(DEVICES, seed, LONGEST_DELAY_US))
         yield
 
 
