@@ -195,14 +195,12 @@ void Copier::issue(const std::shared_ptr<Flight>& flight) {
 
 Status Copier::copy_down(Flight& flight) {
   const UpdateJob& job = flight.job->update;
+  size_t bytes = 0;
   const auto copy = [&](size_t to, const void* from, int64_t begin, int64_t count, DType type) {
-    const size_t bytes = count * size_of(type);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      to_host_bytes_ += static_cast<int64_t>(bytes);
-    }
+    const size_t size = count * size_of(type);
+    bytes += size;
     return runtime_.copy_to_host(options_.device, down_->get(), flight.chunk->memory + to,
-                                 at(from, begin, type), bytes);
+                                 at(from, begin, type), size);
   };
   for (const Piece& piece : flight.part) {
     const Segment& segment = job.segments[piece.segment];
@@ -210,6 +208,10 @@ Status Copier::copy_down(Flight& flight) {
     if (status.ok() && segment.param != nullptr)
       status = copy(piece.param_at, segment.param, piece.begin, piece.count, job.spec.param);
     if (!status.ok()) return status;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    to_host_bytes_ += static_cast<int64_t>(bytes);
   }
   return flight.chunk->down.record(down_->get());
 }

@@ -202,7 +202,7 @@ void EmulatedRuntime::Impl::do_update(int number, const DeviceUpdate& update) {
                 pins.holds(update.segments, count * sizeof(Segment)) &&
                 pins.holds(update.first_cell, (count + 1) * sizeof(int64_t)) &&
                 pins.holds(update.adopted_cells, count * sizeof(int64_t));
-  const size_t master_size = update.spec.param == DType::kF16 ? 4 : 2;
+  const size_t master_size = size_of(master_type(update.spec.param));
   for (size_t i = 0; i < count && pinned; ++i) {
     const Segment& segment = update.segments[i];
     const size_t elements = segment.count;
